@@ -85,10 +85,10 @@ def main() -> None:
     import torch
     from smollm2 import local_model
 
-    from groupwise.generation.vllm import weight_check
+    from groupwise.generation.vllm import plugin
 
-    of_repacked = weight_check.row_digests  # vLLM calls it in syncs without a comparison, too
-    weight_check.row_digests = lambda matrix: of_repacked(matrix) if compared else torch.empty(0)
+    of_repacked = plugin.row_digests  # vLLM calls it in syncs without a comparison, too
+    plugin.row_digests = lambda matrix: of_repacked(matrix) if compared else torch.empty(0)
     for name in given.cases:
         prompts, limit = CASES[name]
         found = measure(str(local_model()), prompts, limit, given.steps, given.pairs)

@@ -35,7 +35,7 @@ from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.plugin import PLACE_ADAPTER
-from groupwise.generation.vllm.server import ServerAdapters, VLLMServerBackend
+from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 
 QUESTIONS = ["What is 2+3?", "Name a colour."]
@@ -358,14 +358,16 @@ def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
     lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
     sizes = []
-    push = ServerAdapters.push
+    load = VLLMServerBackend.load_adapter
     try:
         run = GRPOTrainer(
             str(tmp_path / "model"), contains_e, config, Dataset.from_list(rows), peft_config=lora
         )
         server.wait()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ServerAdapters, "push", lambda *given: sizes.append(push(*given)) or sizes[-1])
+            patch.setattr(
+                VLLMServerBackend, "load_adapter", lambda *given: sizes.append(load(*given)) or sizes[-1]
+            )
             run.train()
             prompts = chat_prompts(run, rows)
             sync(run, run.model)

@@ -21,6 +21,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine
 from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.sampling import group_requests
+from groupwise.policy.weight_iterator import LoRAWeights
 from groupwise.records import SamplingOptions
 from groupwise.tokenization.images import as_rgb, encode_prompt
 
@@ -117,17 +118,18 @@ class StubEngine:
 
 
 def colocated(engine: Any, directory: Any) -> ColocatedBackend:
-    sync = SimpleNamespace(push=lambda *_: None, request=None, close=lambda: None)
     off = {"vllm_weight_check": "off", "use_cpu": True, "bf16": False}
     config = GRPOConfig(str(directory), max_completion_length=8, **off)
-    return ColocatedBackend(engine, config, frozenset([1]), lora=sync, with_images=True)
+    backend = ColocatedBackend(engine, config, frozenset([1]), only_adapter=True, with_images=True)
+    backend.adapters = SimpleNamespace(push=lambda *_: None, remove=lambda: None)
+    return backend
 
 
 def test_the_engine_gets_images_and_the_prompt_before_expansion(processor, tmp_path):
     pytest.importorskip("vllm")
     engine = StubEngine()
     backend = colocated(engine, tmp_path)
-    backend.sync_weights(None, step=0)
+    backend.sync_weights(SimpleNamespace(adapter=lambda: LoRAWeights({}, {}, {})), step=0)
     assert engine.resets == 1  # what the vision tower computed with other weights
     pairs = [prompt(processor, "red", "blue"), prompt(processor)]
     ids, inputs = [ids for ids, _ in pairs], [inputs for _, inputs in pairs]

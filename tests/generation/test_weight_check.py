@@ -22,7 +22,7 @@ from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend, LoRAWeightSync
+from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_check import WeightCheck
@@ -170,9 +170,11 @@ def adapted(model):
     return made
 
 
-def colocated(directory: Any, model: Any, engine: TinyEngine, lora: Any = None, **given: Any) -> Any:
+def colocated(
+    directory: Any, model: Any, engine: TinyEngine, only_adapter: bool = False, **given: Any
+) -> Any:
     config = config_for(directory, vllm_enable_sleep_mode=False, **given)
-    return ColocatedBackend(engine, config, frozenset([1]), lora=lora)
+    return ColocatedBackend(engine, config, frozenset([1]), only_adapter=only_adapter)
 
 
 class Servers:
@@ -336,13 +338,13 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
     base = dict(PolicyWeights(adapted).base())
     engine = TinyEngine(base.items())
     load(engine, base)
-    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync(engine))
+    backend = colocated(tmp_path, adapted, engine, True)
     backend.sync_weights(PolicyWeights(adapted), step=1000)
     for seed in range(70):
         inject_into_adapter(backend, engine, adapted, seed)
     backend.sync_weights(PolicyWeights(adapted), step=1001)
     assert backend.version == 1001
-    backend.lora.close()
+    backend.adapters.remove()
 
 
 @pytest.mark.parametrize(("faulty", "count"), [("engine", 35), ("copy", 14)])
@@ -368,10 +370,10 @@ def test_another_base_model_below_an_adapter_of_an_engine_is_found(adapted, tmp_
     other = {name: tensor + 1e-6 for name, tensor in PolicyWeights(adapted).base()}
     engine = TinyEngine(other.items())
     load(engine, other)
-    backend = colocated(tmp_path, adapted, engine, LoRAWeightSync(engine))
+    backend = colocated(tmp_path, adapted, engine, True)
     with pytest.raises(BackendError, match=r"embed_tokens\.weight has other values"):
         backend.sync_weights(PolicyWeights(adapted), step=0)
-    backend.lora.close()
+    backend.adapters.remove()
 
 
 def test_another_base_model_below_an_adapter_of_one_server_is_found(adapted, tmp_path):

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.colocate import ColocatedBackend, LoRAWeightSync
+from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.http import HttpClient
 from groupwise.policy.weight_iterator import PolicyWeights
 
@@ -145,7 +145,7 @@ def without_vllm(monkeypatch):
 
 def backend_on(engine: FakeEngine, given: GRPOConfig) -> ColocatedBackend:
     ends = frozenset([1])
-    return ColocatedBackend(engine, given, ends, lora=LoRAWeightSync(engine))
+    return ColocatedBackend(engine, given, ends, only_adapter=True)
 
 
 def test_one_call_of_an_engine_samples_the_requests_of_all_runs(without_vllm, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
-from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, LoRAWeightSync, generate_together
+from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, generate_together
 from groupwise.generation.vllm.engine import engine_arguments
 from groupwise.generation.vllm.sampling import Request
 from groupwise.generation.vllm.server import VLLMServerBackend
@@ -83,8 +83,8 @@ class EngineBackend(ColocatedBackend):
 
     def close(self) -> None:
         """Remove the files of the run; the engine is that of all runs."""
-        assert self.lora is not None
-        self.lora.close()
+        assert self.adapters is not None
+        self.adapters.remove()
 
 
 class EngineSampler(ServerSampler):
@@ -110,8 +110,8 @@ class EngineSampler(ServerSampler):
     def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
         engine, ends = self.started.engine, self.started.end_tokens
         assert engine is not None
-        lora, group = LoRAWeightSync(engine), self.started.group
-        return EngineBackend(engine, config, ends, self.suppress_tokens, lora=lora, group=group)
+        group = self.started.group
+        return EngineBackend(engine, config, ends, self.suppress_tokens, only_adapter=True, group=group)
 
     def sample(self, requests: Sequence[list[EngineCall]], policies: Mapping[str, PeftModel]) -> list[Any]:
         """Return the completions of all runs by request, from one call of the engine."""

@@ -15,8 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load_file
 
-from groupwise.generation.vllm.plugin import PLACE_ADAPTER, place_adapter
-from groupwise.generation.vllm.weight_check import ADAPTERS, SAME, same_reports
+from groupwise.generation.vllm.plugin import ADAPTERS, PLACE_ADAPTER, SAME, place_adapter, same_reports
 from groupwise.policy.weight_places import DigestReport
 from support.fakes.tiny_engine import TinyEngine, scaled_adapter
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from groupwise.generation.vllm.weight_check import ADAPTERS
+from groupwise.generation.vllm.plugin import ADAPTERS
 from groupwise.policy.digests import row_digests
 from groupwise.policy.weight_places import DigestReport, find_places
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +30,7 @@ from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.engine import check_engine, check_images, engine_arguments, sampling_params
 from groupwise.generation.vllm.plugin import BACKEND, register
 from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
-from groupwise.generation.vllm.transfer import WeightTransfer, save_adapter
+from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
@@ -58,39 +56,6 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
 
 
-class LoRAWeightSync:
-    """Pushes only the LoRA adapter; the engine loads the base weights once, at start.
-
-    Attributes:
-        request: ``LoRARequest`` of the adapter, for requests that it samples.
-        close: removes the files.
-    """
-
-    request: Any = None
-
-    def __init__(self, engine: LLM) -> None:
-        self.engine = engine
-        self.directory = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        self.close = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-
-    def push(self, source: PolicyWeights, check: WeightCheck) -> str | None:
-        """Save the adapter, load it into the engine and compare it; returns the digest if it was compared.
-
-        It gets a new id, because vLLM caches adapters by id.
-        """
-        from vllm.lora.request import LoRARequest
-
-        if check.needs_base:
-            check.compare_base(source.base())
-        if self.request is not None:
-            compat.remove_lora(self.engine, self.request.lora_int_id)
-        adapter, number = source.adapter(), next(_adapter_ids)
-        save_adapter(adapter, self.directory)
-        self.request = LoRARequest(f"adapter-{number}", number, str(self.directory))
-        compat.add_lora(self.engine, self.request)
-        return check.compare_adapter(adapter)
-
-
 class ColocatedBackend(VLLMBackend):
     """Samples with a vLLM engine in the trainer's process and on its device.
 
@@ -98,7 +63,8 @@ class ColocatedBackend(VLLMBackend):
         engine: a ``vllm.LLM``.
         config, end_tokens, suppress_tokens: see :class:`VLLMBackend`. With ``vllm_enable_sleep_mode`` the
             engine's memory is free while the trainer trains.
-        lora: pushes the adapter alone; None: all weights are pushed, with adapters merged into them.
+        only_adapter: the engine has the weights below the LoRA adapter, which alone is pushed; otherwise all
+            weights are, with adapters merged into them.
         group: ranks that share the engine, each of which computes the requests of all; None: this rank alone.
         with_images: the engine processes images.
     """
@@ -112,15 +78,17 @@ class ColocatedBackend(VLLMBackend):
         end_tokens: frozenset[int],
         suppress_tokens: Sequence[int] = (),
         *,
-        lora: LoRAWeightSync | None = None,
+        only_adapter: bool = False,
         group: dist.ProcessGroup | None = None,
         with_images: bool = False,
     ) -> None:
         super().__init__(config, end_tokens, suppress_tokens)
         self.engine: LLM | None = engine
-        self.lora, self.group, self.supports_images = lora, group, with_images
+        self.group, self.supports_images = group, with_images
+        self.adapters = AdapterTransfer(self) if only_adapter else None
+        self.lora_request: Any = None  # of the adapter that samples
         self._weights = EngineWeights()
-        if lora is None:
+        if not only_adapter:
             self._transfer = WeightTransfer(BACKEND, engine, self._weights, in_process=True)
         self.context_length = engine.model_config.max_model_len
         with_masks = getattr(engine.model_config, "return_sampling_mask", False)
@@ -172,8 +140,12 @@ class ColocatedBackend(VLLMBackend):
         """Load the weights and clear the caches of outputs that were computed with the previous ones."""
         self._wake("weights")
         with preserved_state():
-            if self.lora is not None:
-                digest = self.lora.push(source, self.weight_check)
+            if self.adapters is not None:
+                if self.weight_check.needs_base:
+                    self.weight_check.compare_base(source.base())
+                adapter = source.adapter()
+                self.adapters.push(adapter, f"adapter-{next(_adapter_ids)}")
+                digest = self.weight_check.compare_adapter(adapter)
             else:
                 self._weights.begin(lambda: self.weight_check.record(source.full()))
                 self._transfer.push(step)
@@ -184,11 +156,22 @@ class ColocatedBackend(VLLMBackend):
             compat.reset_encoder_cache(self._engine)
         return digest
 
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Load an adapter under a name that ends with a new number: vLLM caches adapters by it."""
+        from vllm.lora.request import LoRARequest
+
+        self.lora_request = LoRARequest(name, int(name.rpartition("-")[2]), str(path))
+        compat.add_lora(self._engine, self.lora_request)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload the adapter that samples."""
+        compat.remove_lora(self._engine, self.lora_request.lora_int_id)
+
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""
         if self.config.vllm_enable_sleep_mode and not self.asleep:
             # 2 discards the engine's weights, which the next push restores; 1 moves them to the host.
-            self._engine.sleep(level=2 if self.lora is None else 1)
+            self._engine.sleep(level=2 if self.adapters is None else 1)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
 
@@ -206,8 +189,8 @@ class ColocatedBackend(VLLMBackend):
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
-        if self.lora is not None:
-            self.lora.close()
+        if self.adapters is not None:
+            self.adapters.remove()
         if self.engine is not None:
             compat.shut_down(self.engine)
         self.engine = self.version = None
@@ -220,7 +203,7 @@ def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Com
             [engine_prompt(request) for _, request, _ in calls],
             [params for *_, params in calls],
             use_tqdm=False,
-            lora_request=[backend.lora and backend.lora.request for backend, *_ in calls],
+            lora_request=[backend.lora_request for backend, *_ in calls],
         )
     completions = []
     for (backend, request, params), output in zip(calls, outputs, strict=True):
@@ -269,7 +252,7 @@ def make_backend(
         config,
         frozenset(end_tokens(model.generation_config, text_tokenizer(processing_class))),
         suppress_tokens,
-        lora=LoRAWeightSync(engine) if only_adapter else None,
+        only_adapter=only_adapter,
         group=get_tp_group().cpu_group if config.vllm_tensor_parallel_size > 1 else None,
         with_images=with_processor and not arguments["language_model_only"],
     )

@@ -7,7 +7,6 @@ any time: lost requests are repeated with the same seeds, and a restarted server
 from __future__ import annotations
 
 import logging
-import shutil
 import socket
 import uuid
 from base64 import b64encode
@@ -30,18 +29,17 @@ from groupwise.generation.vllm.base import VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy, lora_rank
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
-from groupwise.generation.vllm.plugin import PLACE_ADAPTER
+from groupwise.generation.vllm.plugin import DIFFERS, PLACE_ADAPTER, SAME
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import (
     BROADCASTING,
     WITH_METADATA,
+    AdapterTransfer,
     WeightTransfer,
-    save_adapter,
-    shared_directory,
 )
-from groupwise.generation.vllm.weight_check import DIFFERS, SAME, WeightCheck
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.digests import Report
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
@@ -93,7 +91,7 @@ class VLLMServerBackend(VLLMBackend):
         self._source: PolicyWeights | None = None  # for servers that restart before the next sync
         self._weights = EngineWeights()
         self._transfer: WeightTransfer | None = None
-        self._adapters: ServerAdapters | None = None
+        self._adapters: AdapterTransfer | None = None
         self._num_pushes = 0  # of adapters, part of their names
         self._check = WeightCheck("off", (), self._weight_reports)
 
@@ -110,9 +108,11 @@ class VLLMServerBackend(VLLMBackend):
 
     def close(self) -> None:
         """Cancel all requests and disconnect; the next ``sync_weights`` connects again."""
-        for part in (self._adapters, self._servers):
-            if part is not None:
-                part.close()
+        if self._adapters is not None:
+            self._adapters.unload(self._adapters.names)
+            self._adapters.remove()
+        if self._servers is not None:
+            self._servers.close()
         self.disconnect()
         self._adapters = self._servers = self.version = self._source = None
         self._pending = {}
@@ -318,10 +318,37 @@ class VLLMServerBackend(VLLMBackend):
             for _ in base:  # gathering it is a collective
                 pass
         if config.process_index == 0:
-            self._adapters = self._adapters or ServerAdapters(servers, 1 + config.rollout_staleness)
+            self._adapters = self._adapters or AdapterTransfer(self, config.rollout_staleness)
             self._adapters.push(adapter, name)
         servers.adapter = name
         return self._check.compare_adapter(adapter) if config.process_index == 0 else None
+
+    def load_adapter(self, name: str, path: Path) -> int:
+        """Load an adapter on every server by its path, or its bytes where a server cannot read the path.
+
+        Returns:
+            number of bytes.
+        """
+        size, way = sum(file.stat().st_size for file in path.iterdir()), "by its path"
+        try:
+            places = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path)})
+        except BackendError:  # without groupwise in its environment, a server can load only from the path
+            places = {server.url: [str(path)] for server in self.servers.live}
+        if any(None in of_workers for of_workers in places.values()):
+            files = {file.name: b64encode(file.read_bytes()).decode() for file in path.iterdir()}
+            size, way = sum(map(len, files.values())), "as bytes, because a server cannot read its path"
+            places = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), "files": files})
+        logger.info("sending the adapter %s %s: %.2f MB", name, way, size / 1e6)
+        bodies = [{"lora_name": name, "lora_path": places[one.url][0]} for one in self.servers.live]
+        self.servers.post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
+        return size
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from servers that respond, and remove its files there."""
+        files = {"method": PLACE_ADAPTER, "kwargs": {"path": name, "files": {}}}
+        for path, body in (("/v1/unload_lora_adapter", {"lora_name": name}), ("/collective_rpc", files)):
+            with suppress(LostAnswerError, BackendError):  # a restarted server does not have it
+                self.servers.post(path, [body], doing="unloading an adapter", timeout=5.0)
 
     def _prepare(self, *, retry: bool) -> None:
         """Connect to the servers and suspend them."""
@@ -380,68 +407,6 @@ class VLLMServerBackend(VLLMBackend):
                 raise first
             raise type(first)(f"rank {rank}: {first}") from failure
         return [result for result, _ in by_rank]
-
-
-class ServerAdapters:
-    """LoRA adapters of a run on its servers: files in shared memory, whose bytes other machines get.
-
-    Requests that are under way finish with the adapter that they were sent for, so the latest ones stay.
-
-    Args:
-        servers: started with ``--enable-lora`` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-        num_kept: adapters that requests may still use, the new one included.
-    """
-
-    def __init__(self, servers: VLLMServers, num_kept: int) -> None:
-        self.servers, self.num_kept = servers, num_kept
-        self.directory, self._remove = shared_directory(self)
-        self.names: list[str] = []
-
-    def push(self, adapter: LoRAWeights, name: str) -> int:
-        """Load the adapter on every server and unload those that no request uses; returns its bytes."""
-        path = self.directory / name
-        path.mkdir()
-        size, way = save_adapter(adapter, path), "by its path"
-        try:
-            places = self._place(path)
-            if None in places.values():
-                files = {file.name: b64encode(file.read_bytes()).decode() for file in path.iterdir()}
-                size, way = sum(map(len, files.values())), "as bytes, because a server cannot read its path"
-                places = self._place(path, files=files)
-            logger.info("sending the adapter %s %s: %.2f MB", name, way, size / 1e6)
-            bodies = [{"lora_name": name, "lora_path": places[one.url]} for one in self.servers.live]
-            self.servers.post("/v1/load_lora_adapter", bodies, doing="loading the LoRA adapter")
-        except BaseException:
-            self._unload([name])  # some of the servers may have it
-            raise
-        self.names.append(name)
-        self._unload(self.names[: -self.num_kept])
-        return size
-
-    def _place(self, path: Path, **files: Any) -> dict[str, Any]:
-        """Return the adapter's directory by the address of the server; None: it needs the files."""
-        try:
-            answers = self.servers.call_workers(PLACE_ADAPTER, {"path": str(path), **files})
-        except BackendError:
-            if files:  # they did not arrive, for example because a disk is full
-                raise
-            # Without groupwise in its environment, a server can load only from the path.
-            return dict.fromkeys((server.url for server in self.servers.live), str(path))
-        return {url: None if None in found else found[0] for url, found in answers.items()}
-
-    def _unload(self, names: list[str]) -> None:
-        for name in names:
-            files = {"method": PLACE_ADAPTER, "kwargs": {"path": name, "files": {}}}
-            for path, body in (("/v1/unload_lora_adapter", {"lora_name": name}), ("/collective_rpc", files)):
-                with suppress(LostAnswerError, BackendError):  # a restarted server does not have it
-                    self.servers.post(path, [body], doing="unloading an adapter", timeout=5.0)
-            shutil.rmtree(self.directory / name, ignore_errors=True)
-        self.names = [name for name in self.names if name not in names]
-
-    def close(self) -> None:
-        """Unload this run's adapters from servers that respond, and remove the files."""
-        self._unload(self.names)
-        self._remove()
 
 
 def check_config(config: GRPOConfig) -> None:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
     from groupwise.generation.vllm.client import VLLMServers
+    from groupwise.generation.vllm.colocate import ColocatedBackend
+    from groupwise.generation.vllm.server import VLLMServerBackend
 
 logger = logging.getLogger(__name__)
 
@@ -289,12 +291,42 @@ class BucketSender:
             self._remove()
 
 
-def save_adapter(adapter: LoRAWeights, directory: Path) -> int:
-    """Write an adapter in the format of PEFT, which vLLM reads; returns the number of bytes."""
-    path = directory / "adapter_model.safetensors"
-    save_file(dict(adapter.tensors), path)
-    (directory / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
-    return path.stat().st_size
+class AdapterTransfer:
+    """LoRA adapters of a run, which its engines load from files; an engine has the weights below them.
+
+    Args:
+        engines: loads the adapter in a directory under a name, and unloads it.
+        num_previous: adapters before the latest that requests under way may still use.
+
+    Attributes:
+        remove: removes the files.
+    """
+
+    def __init__(self, engines: ColocatedBackend | VLLMServerBackend, num_previous: int = 0) -> None:
+        self.engines, self.num_previous = engines, num_previous
+        self.directory, self.remove = shared_directory(self)
+        self.names: list[str] = []
+
+    def push(self, adapter: LoRAWeights, name: str) -> None:
+        """Unload the adapters that no request uses, and load one under a new name."""
+        self.unload(self.names[: -self.num_previous or None])
+        path = self.directory / name
+        path.mkdir()
+        save_file(dict(adapter.tensors), path / "adapter_model.safetensors")  # in the format of PEFT
+        (path / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
+        self.names.append(name)
+        try:
+            self.engines.load_adapter(name, path)
+        except BaseException:
+            self.unload([name])  # some of the servers may have it
+            raise
+
+    def unload(self, names: list[str]) -> None:
+        """Unload adapters and remove their files."""
+        for name in names:
+            self.engines.unload_adapter(name)
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        self.names = [name for name in self.names if name not in names]
 
 
 def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
