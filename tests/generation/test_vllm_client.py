@@ -1,7 +1,7 @@
 """The client of vLLM servers against a stand-in that fails in every way a server can.
 
 Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``, ``generation/vllm/engine.py``,
-``generation/vllm/http.py``, ``generation/vllm/sampling.py``.
+``generation/vllm/http.py``, ``generation/vllm/base.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from support.fakes.fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import client as client_module
+from groupwise.generation.vllm.base import Request, group_requests
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
-from groupwise.generation.vllm.sampling import Request, group_requests
 
 
 @pytest.fixture

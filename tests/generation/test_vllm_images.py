@@ -19,8 +19,8 @@ from test_vllm_server import backend_for
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, engine
+from groupwise.generation.vllm.base import group_requests
 from groupwise.generation.vllm.colocate import ColocatedBackend
-from groupwise.generation.vllm.sampling import group_requests
 from groupwise.policy.weight_iterator import LoRAWeights
 from groupwise.records import SamplingOptions
 from groupwise.tokenization.images import as_rgb, encode_prompt

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.generation.vllm.base import Request
 from groupwise.generation.vllm.client import VLLMServers
-from groupwise.generation.vllm.sampling import Request
 
 NAME, HERE, THERE = f"gw{os.getpid() % 100000}", "10.213.7.1", "10.213.7.2"
 

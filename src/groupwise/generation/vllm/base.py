@@ -2,26 +2,236 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
+import math
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import sampler_settings
+from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.errors import BackendError
-from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
-from groupwise.generation.vllm.sampling import (
-    DEFAULT_MAX_LOGPROBS,
-    Request,
-    group_requests,
-    num_logprobs,
-    sampling_fields,
-)
+from groupwise.generation.base import RUN_SETTINGS, GenerationBackend, json_dict
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.images import ImageInputs
+from groupwise.records.sampling_mask import SamplingMask
+from groupwise.tokenization.images import as_rgb
+
+#: Most tokens per position whose log-probs vLLM reports, unless ``--max-logprobs`` raises it.
+DEFAULT_MAX_LOGPROBS = 20
+
+_NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
+_NO_TOP_K = 2**31 - 1  # of int32; vLLM takes the size of the vocabulary instead
+
+#: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
+RequestKey: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Samples of one prompt.
+
+    Attributes:
+        prompt: token ids.
+        rows: indices of the samples in the ``generate`` call.
+        seed: seed of the first sample; vLLM adds 1 per further sample.
+        max_tokens: maximum completion length.
+        images: images of the prompt; None for text.
+    """
+
+    prompt: Sequence[int]
+    rows: Sequence[int]
+    seed: int
+    max_tokens: int
+    images: ImageInputs | None = None
+
+    def by_row(self, samples: Sequence[Completion]) -> list[Completion]:
+        """Return one sample per row; greedy decoding makes a single one."""
+        return [samples[row % len(samples)] for row in range(len(self.rows))]
+
+    @property
+    def pictures(self) -> Sequence[Any]:
+        """Images before processing, none for text."""
+        return () if self.images is None else self.images.images
+
+    @property
+    def unexpanded_prompt(self) -> list[int]:
+        """Prompt with one token per image, which vLLM expands as the trainer's processor did."""
+        return list(self.prompt) if self.images is None else self.images.unexpanded(self.prompt)
+
+    def params(self, sampling: Mapping[str, Any], max_logprobs: int | None) -> dict[str, Any]:
+        """Return the fields of vLLM's ``SamplingParams``.
+
+        ``n`` is the number of samples, but 1 for greedy decoding, of which vLLM refuses more.
+
+        Args:
+            sampling: fields that all requests share.
+            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
+                reports sampling masks, and refuses requests that are greedy or without top_k.
+        """
+        greedy, wanted = sampling.get("temperature", 1.0) == 0, num_logprobs(sampling)
+        fields = {
+            **sampling,
+            "n": 1 if greedy else len(self.rows),
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "logprobs": wanted if wanted <= (max_logprobs or 0) else 0,
+        }
+        if max_logprobs is None:
+            if greedy:
+                fields |= {"temperature": 1.0, "top_k": 1}
+            elif wanted == 0 and (sampling.get("top_p", 1.0) < 1 or sampling.get("min_p")):
+                fields["top_k"] = _NO_TOP_K
+        return fields
+
+    @property
+    def key(self) -> RequestKey:
+        return self.seed, len(self.rows), self.max_tokens
+
+
+def sampling_fields(
+    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
+) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` that all requests of a run share.
+
+    Temperature, top_p, top_k, min_p and repetition_penalty are not among them: they come with each request.
+
+    Args:
+        config: its ``generation_kwargs`` are added and win.
+        end_tokens: token ids that end a completion.
+        suppress_tokens: token ids that are not sampled.
+    """
+    fields: dict[str, Any] = {"stop_token_ids": sorted(end_tokens)}
+    if config.vllm_structured_outputs_regex is not None:
+        fields["structured_outputs"] = {"regex": config.vllm_structured_outputs_regex}
+    given = json_dict(config.generation_kwargs)
+    fields.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
+    if suppress_tokens := list(suppress_tokens):
+        fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(suppress_tokens, -100.0)}
+    fields["detokenize"] = bool(fields.get("stop"))  # stop strings are searched in the text
+    return fields
+
+
+def num_logprobs(sampling: Mapping[str, Any]) -> int:
+    """Return vLLM's ``logprobs``: the number of tokens per position whose log-probs it reports.
+
+    With top_k these include the whole sampling mask, of which top_p and min_p keep a part. Otherwise only the
+    log-prob of the sampled token is requested (0): top_p and min_p alone may keep any number of tokens.
+    """
+    greedy = sampling.get("temperature", 1.0) == 0
+    return 0 if greedy else max(sampling.get("top_k") or 0, 0)
+
+
+def make_completion(
+    token_ids: Sequence[int],
+    logps: Iterable[float],
+    finish_reason: str,
+    versions: Iterable[int],
+    candidates: Iterable[Iterable[tuple[int, float]]] | None,
+    kept: Sequence[Sequence[int]] | None = None,
+) -> Completion:
+    """Return the record of a sample, from processed log-probs.
+
+    Args:
+        token_ids, logps, versions: one entry per sampled token.
+        finish_reason: "length" if the limit ended the sample, else "stop".
+        candidates: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position;
+            those that top_p or min_p removed have no log-prob. None: not requested.
+        kept: sampling mask that vLLM reports, token ids per position; None: the candidates have it.
+    """
+    if kept is None and candidates is not None:
+        kept = [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
+    return Completion(
+        list(token_ids),
+        logps=[logp if logp > _NO_LOGPROB else math.nan for logp in logps],
+        truncated=finish_reason == "length",
+        versions=list(versions),
+        sampling_mask=None if kept is None else SamplingMask.from_lists(kept),
+    )
+
+
+def group_requests(
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    seed: int,
+    step: int,
+    rank: int,
+    num_samples: dict[int, int] | None = None,
+    images: Sequence[ImageInputs] | None = None,
+) -> list[Request]:
+    """Merge adjacent rows with equal prompt, images and limit into one request each.
+
+    The seed of a sample is derived from the run's seed, the step, the rank, the prompt with its images, and
+    the number of earlier samples of that prompt. It does not depend on other prompts, the order of requests
+    or the servers.
+
+    Args:
+        prompts: B token lists.
+        limits: maximum completion length per prompt, B.
+        num_samples: samples per prompt so far in this step, by base seed; updated in place.
+        images: image inputs per row, B; None for prompts of text.
+    """
+    requests: list[Request] = []
+    num_samples = {} if num_samples is None else num_samples
+
+    def content(row: int) -> tuple[tuple[int, ...], int, str]:
+        return tuple(prompts[row]), limits[row], "" if images is None else images[row].digest
+
+    for (prompt, limit, of_images), group in groupby(range(len(prompts)), content):
+        rows = list(group)
+        digest = hashlib.blake2b(f"{seed} {step} {rank} {list(prompt)}{of_images}".encode(), digest_size=8)
+        # 62 bits: base_seed + samples fits a signed 64-bit integer
+        base_seed = int.from_bytes(digest.digest(), "big") >> 2
+        first = num_samples.get(base_seed, 0)
+        own = None if images is None else images[rows[0]]
+        requests.append(Request(prompts[rows[0]], rows, base_seed + first, limit, own))
+        num_samples[base_seed] = first + len(rows)
+    return requests
+
+
+def engine_prompt(request: Request) -> dict[str, Any]:
+    """Return the prompt of a request for ``LLM.generate``."""
+    images = [as_rgb(image) for image in request.pictures]
+    prompt: dict[str, Any] = {"prompt_token_ids": request.unexpanded_prompt}
+    return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
+
+
+def server_prompt(request: Request) -> dict[str, Any]:
+    """Return the fields of a prompt in the body of ``/inference/v1/generate``; images are lossless PNG."""
+    parts = []
+    for image in request.pictures:
+        file = io.BytesIO()
+        as_rgb(image).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts.append({"type": "image_url", "url": url})
+    prompt: dict[str, Any] = {"token_ids": request.unexpanded_prompt}
+    return {**prompt, "content_parts": parts, "return_token_ids": True} if parts else prompt
+
+
+def check_expanded(request: Request, prompt_ids: Sequence[int] | None, where: str) -> None:
+    """Compare the prompt that vLLM sampled from with the trainer's.
+
+    Args:
+        prompt_ids: token ids after vLLM expanded the image tokens.
+        where: "the engine" or the server's address, for the message.
+
+    Raises:
+        BackendError: the prompts differ.
+    """
+    if not request.pictures or list(prompt_ids or ()) == list(request.prompt):
+        return
+    raise BackendError(
+        f"{where} expanded a prompt with {len(request.pictures)} image(s) to {len(prompt_ids or ())} tokens, "
+        f"which are not the {len(request.prompt)} of the trainer's processor, so it sampled from another "
+        "prompt; give it the trainer's processor (preprocessor_config.json and chat template of the served "
+        "model, or --mm-processor-kwargs)"
+    )
 
 
 class VLLMBackend(GenerationBackend):

@@ -16,8 +16,8 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from groupwise.errors import BackendError
+from groupwise.generation.vllm.base import Request, check_expanded, make_completion, server_prompt
 from groupwise.generation.vllm.http import HttpClient, LostAnswerError, ServerUnavailableError
-from groupwise.generation.vllm.sampling import Request, check_expanded, make_completion, server_prompt
 from groupwise.records import Completion
 from groupwise.threads import EventLoop
 

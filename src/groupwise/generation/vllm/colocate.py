@@ -26,10 +26,15 @@ from groupwise.compat import vllm as compat
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import BackendEntry, ProcessingClass
-from groupwise.generation.vllm.base import VLLMBackend
+from groupwise.generation.vllm.base import (
+    Request,
+    VLLMBackend,
+    check_expanded,
+    engine_prompt,
+    make_completion,
+)
 from groupwise.generation.vllm.engine import check_engine, check_images, engine_arguments, sampling_params
 from groupwise.generation.vllm.plugin import BACKEND, register
-from groupwise.generation.vllm.sampling import Request, check_expanded, engine_prompt, make_completion
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter

@@ -14,8 +14,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_names, json_dict
+from groupwise.generation.vllm.base import DEFAULT_MAX_LOGPROBS, num_logprobs, sampling_fields
 from groupwise.generation.vllm.plugin import BACKEND
-from groupwise.generation.vllm.sampling import DEFAULT_MAX_LOGPROBS, num_logprobs, sampling_fields
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

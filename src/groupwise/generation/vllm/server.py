@@ -25,13 +25,12 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
-from groupwise.generation.vllm.base import VLLMBackend
+from groupwise.generation.vllm.base import Request, RequestKey, VLLMBackend
 from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
 from groupwise.generation.vllm.colocate import check_policy, lora_rank
 from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.plugin import DIFFERS, PLACE_ADAPTER, SAME
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
-from groupwise.generation.vllm.sampling import Request, RequestKey
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import (
     BROADCASTING,
