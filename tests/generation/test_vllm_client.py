@@ -1,7 +1,6 @@
 """The client of vLLM servers against a stand-in that fails in every way a server can.
 
-Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``, ``generation/vllm/engine.py``,
-``generation/vllm/http.py``, ``generation/vllm/base.py``.
+Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``, ``generation/vllm/http.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings that vLLM would refuse late or not at all; transport and sleep order without an engine.
 
-Files: ``generation/vllm/colocate.py``, ``generation/vllm/engine.py``.
+Files: ``generation/vllm/colocate.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.runs import policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import colocate, engine, transfer
+from groupwise.generation.vllm import colocate, transfer
 from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
 from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
 from groupwise.policy.weight_source import EngineWeights
@@ -74,7 +74,7 @@ def test_settings_are_refused_before_anything_is_built(tmp_path, settings, messa
 @pytest.mark.vllm
 def test_zero3_with_a_transformers_engine_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    monkeypatch.setattr(engine, "is_zero3_enabled", lambda: True)
+    monkeypatch.setattr(colocate, "is_zero3_enabled", lambda: True)
     assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
 
 
@@ -84,7 +84,7 @@ def test_min_tokens_above_the_default_max_tokens_is_valid():
     config = GRPOConfig(
         "unused", use_vllm=True, generation_kwargs={"min_tokens": 64}, use_cpu=True, bf16=False
     )
-    engine.check_engine(config)  # more than the 16 tokens that vLLM has by default
+    colocate.check_engine(config)  # more than the 16 tokens that vLLM has by default
 
 
 @pytest.mark.vllm
@@ -98,7 +98,7 @@ def test_environment_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     cpu = SimpleNamespace(device=torch.device("cpu"), vllm_tensor_parallel_size=1, world_size=1)
-    engine.prepare_environment(cpu)
+    colocate.prepare_environment(cpu)
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 

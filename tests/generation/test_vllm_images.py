@@ -18,7 +18,7 @@ from test_vllm_server import backend_for
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import colocate, engine
+from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import group_requests
 from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.policy.weight_iterator import LoRAWeights
@@ -189,9 +189,9 @@ def test_a_column_of_images_needs_an_engine_that_processes_them(tmp_path, monkey
             GRPOTrainer("no/such/model", lambda **_: [], config, rows(image=[None] * 8))
         return str(error.value)
 
-    monkeypatch.setattr(engine, "is_torchvision_available", lambda: False)
+    monkeypatch.setattr(colocate, "is_torchvision_available", lambda: False)
     assert "vLLM's vision-language models need torchvision" in refused()
-    monkeypatch.setattr(engine, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(colocate, "is_torchvision_available", lambda: True)
     text_only = {"language_model_only": True}
     assert "['language_model_only'] starts an engine for text" in refused(vllm_engine_kwargs=text_only)
 

@@ -13,8 +13,7 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import Request
-from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, generate_together
-from groupwise.generation.vllm.engine import engine_arguments
+from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, engine_arguments, generate_together
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.random_state import preserved_state
@@ -109,13 +108,11 @@ class EngineSampler(ServerSampler):
 
     def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
         engine, ends = self.started.engine, self.started.end_tokens
-        assert engine is not None
         group = self.started.group
         return EngineBackend(engine, config, ends, self.suppress_tokens, only_adapter=True, group=group)
 
     def sample(self, requests: Sequence[list[EngineCall]], policies: Mapping[str, PeftModel]) -> list[Any]:
         """Return the completions of all runs by request, from one call of the engine."""
-        assert self.started.engine is not None
         calls = [call for of_run in requests for call in of_run]
         samples = iter(generate_together(self.started.engine, calls))
         return [[next(samples) for _ in of_run] for of_run in requests]

