@@ -144,6 +144,34 @@ def preserve_buffers() -> Iterator[None]:
         DummyModelLoader.load_weights = load  # type: ignore[method-assign]
 
 
+@contextmanager
+def preserve_patched(model: nn.Module) -> Iterator[None]:
+    """Restore at exit what vLLM patches in this process when it starts an engine.
+
+    That is ``torch.set_num_threads``, which its CPU worker disables, and the classes of the model's modules:
+    with ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
+    class for its compiler, after which the policy could neither run nor be constructed again.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
+    before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        for cls, (bases, attributes) in before.items():
+            if cls.__bases__ != bases:
+                cls.__bases__ = bases
+            for name in vars(cls).keys() - attributes.keys():
+                delattr(cls, name)
+            for name, value in attributes.items():
+                if vars(cls)[name] is not value:
+                    setattr(cls, name, value)
+
+
 def add_lora(engine: Any, request: Any) -> None:
     """Load a LoRA adapter into a ``vllm.LLM``."""
     engine.llm_engine.add_lora(request)

@@ -13,7 +13,12 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import Request
-from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, engine_arguments, generate_together
+from groupwise.generation.vllm.colocate import (
+    ColocatedBackend,
+    EngineCall,
+    engine_arguments,
+    generate_together,
+)
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.random_state import preserved_state

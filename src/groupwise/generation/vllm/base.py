@@ -55,11 +55,6 @@ class Request:
         """Return one sample per row; greedy decoding makes a single one."""
         return [samples[row % len(samples)] for row in range(len(self.rows))]
 
-    @property
-    def unexpanded_prompt(self) -> list[int]:
-        """Prompt with one token per image, which vLLM expands as the trainer's processor did."""
-        return self.images.unexpanded(self.prompt)
-
     def params(self, sampling: Mapping[str, Any], max_logprobs: int | None) -> dict[str, Any]:
         """Return the fields of vLLM's ``SamplingParams``.
 
@@ -91,7 +86,7 @@ class Request:
 
 
 def sampling_fields(
-    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Iterable[int] = ()
+    config: GRPOConfig, end_tokens: Iterable[int], suppress_tokens: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return the fields of vLLM's ``SamplingParams`` that all requests of a run share.
 
@@ -107,7 +102,7 @@ def sampling_fields(
         fields["structured_outputs"] = {"regex": config.vllm_structured_outputs_regex}
     given = json_dict(config.generation_kwargs)
     fields.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
-    if suppress_tokens := list(suppress_tokens):
+    if suppress_tokens:
         fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(suppress_tokens, -100.0)}
     fields["detokenize"] = bool(fields.get("stop"))  # stop strings are searched in the text
     return fields
@@ -119,8 +114,7 @@ def num_logprobs(sampling: Mapping[str, Any]) -> int:
     With top_k these include the whole sampling mask, of which top_p and min_p keep a part. Otherwise only the
     log-prob of the sampled token is requested (0): top_p and min_p alone may keep any number of tokens.
     """
-    greedy = sampling.get("temperature", 1.0) == 0
-    return 0 if greedy else max(sampling.get("top_k") or 0, 0)
+    return 0 if sampling.get("temperature", 1.0) == 0 else max(sampling.get("top_k") or 0, 0)
 
 
 def make_completion(
@@ -191,9 +185,9 @@ def group_requests(
 
 
 def engine_prompt(request: Request) -> dict[str, Any]:
-    """Return the prompt of a request for ``LLM.generate``."""
+    """Return the prompt of a request for ``LLM.generate``: one token per image, which vLLM expands."""
     images = [as_rgb(image) for image in request.images.images]
-    prompt: dict[str, Any] = {"prompt_token_ids": request.unexpanded_prompt}
+    prompt: dict[str, Any] = {"prompt_token_ids": request.images.unexpanded(request.prompt)}
     return {**prompt, "multi_modal_data": {"image": images}} if images else prompt
 
 
@@ -205,7 +199,7 @@ def server_prompt(request: Request) -> dict[str, Any]:
         as_rgb(image).save(file, "PNG")
         url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         parts.append({"type": "image_url", "url": url})
-    prompt: dict[str, Any] = {"token_ids": request.unexpanded_prompt}
+    prompt: dict[str, Any] = {"token_ids": request.images.unexpanded(request.prompt)}
     return {**prompt, "content_parts": parts, "return_token_ids": True} if parts else prompt
 
 

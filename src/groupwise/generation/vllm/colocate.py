@@ -12,15 +12,13 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_torchvision_available
 
@@ -156,15 +154,14 @@ class ColocatedBackend(VLLMBackend):
         return [(self, one, sampling_params(one.params(shared, self.max_logprobs))) for one in requests]
 
     def completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:
-        entries = sample.logprobs  # by position: {token id: Logprob} of the sampled and the top_k tokens
+        # By position, the log-probs of the sampled and the top_k tokens.
+        entries = [{token: one.logprob for token, one in entry.items()} for entry in sample.logprobs]
         return make_completion(
             sample.token_ids,
-            [entry[token].logprob for token, entry in zip(sample.token_ids, entries, strict=True)],
+            [entry[token] for token, entry in zip(sample.token_ids, entries, strict=True)],
             sample.finish_reason,
             [self.version] * len(sample.token_ids),  # type: ignore[list-item]  # generate checked it
-            [[(token, one.logprob) for token, one in entry.items()] for entry in entries]
-            if with_mask
-            else None,
+            [entry.items() for entry in entries] if with_mask else None,
             getattr(getattr(sample, "sampling_mask", None), "token_ids", None),
         )
 
@@ -272,7 +269,7 @@ def check_engine(config: GRPOConfig) -> None:
     from vllm.sampling_params import SamplingParams
 
     given, device, built_for = json_dict(config.vllm_engine_kwargs), config.device.type, compat.device_type()
-    sampling = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    other = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
     shares_class = config.vllm_model_impl == "transformers"  # the engine's model is of the policy's own class
     checks = {
         f"the installed vLLM is built for {built_for!r}, but the trainer computes on {device!r}; install the "
@@ -287,18 +284,19 @@ def check_engine(config: GRPOConfig) -> None:
         "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition it "
         "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_zero3_enabled(),
     }
-    for name, source in _RESERVED.items():
-        checks[f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out"] = (
-            name in given
-        )
-    for name in ("n", "seed", "logprobs", "output_kind"):
-        problem = f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out"
-        checks[problem] = name in sampling
+    checks |= {
+        f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out": name in given
+        for name, source in _RESERVED.items()
+    }
+    checks |= {
+        f"generation_kwargs[{name!r}] is set by the trainer with use_vllm=True; leave it out": name in other
+        for name in ("n", "seed", "logprobs", "output_kind")
+    }
     for problem, applies in checks.items():
         if applies:
             raise ConfigError(problem)
     check_names("vllm_engine_kwargs", given, compat.engine_argument_names() - _RESERVED.keys(), "vLLM")
-    check_names("generation_kwargs", sorted(sampling), SamplingParams.__struct_fields__, "vLLM")
+    check_names("generation_kwargs", sorted(other), SamplingParams.__struct_fields__, "vLLM")
     fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
     try:
         sampling_params({**fields, "max_tokens": config.max_completion_length})
@@ -322,10 +320,6 @@ def prepare_environment(config: GRPOConfig) -> None:
     if config.device.type == "cpu":
         # By default vLLM pins the threads of this process to cores, which slows the trainer down.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if config.vllm_tensor_parallel_size > 1 or config.world_size > 1:
-        # The external launcher of vLLM reads these.
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def check_images(config: GRPOConfig) -> None:
@@ -412,7 +406,7 @@ def make_backend(
             arguments.setdefault("language_model_only", not is_torchvision_available())
         if only_adapter:
             arguments |= adapter_arguments(model, directory, quantized=quantized)
-        with preserve_patched(base), compat.preserve_buffers():
+        with compat.preserve_patched(base), compat.preserve_buffers():
             engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
@@ -436,13 +430,9 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
     vLLM loads 4-bit weights with the package vllm-bnb-plugin, for engines in 16 bits. Without it, a warning
     has the memory that the engine's weights take.
     """
-    if not is_quantized(model):
-        return False
-    chosen = arguments.get("quantization")
-    in_16_bits = arguments["dtype"] in ("bfloat16", "float16")
-    if chosen in (None, "bitsandbytes") and in_16_bits and compat.has_bitsandbytes():
-        return True
-    if chosen is None:
+    chosen, in_16_bits = arguments.get("quantization"), arguments["dtype"] in ("bfloat16", "float16")
+    quantized, can_load = is_quantized(model), in_16_bits and compat.has_bitsandbytes()
+    if quantized and chosen is None and not can_load:
         size = model.num_parameters() * (2 if in_16_bits else 4)
         logger.warning(
             "the policy has 4-bit weights, but the vLLM engine holds them as %s matrices (%.1f GB): 4-bit "
@@ -450,7 +440,7 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
             arguments["dtype"],
             size / 1e9,
         )
-    return False
+    return quantized and can_load and chosen in (None, "bitsandbytes")
 
 
 def check_policy(model: CausalLM) -> None:
@@ -517,31 +507,6 @@ def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = Fals
         "weight_transfer_config": None,
         "max_lora_rank": next((allowed for allowed in _RANKS if allowed >= rank), rank),
     }
-
-
-@contextmanager
-def preserve_patched(model: nn.Module) -> Iterator[None]:
-    """Restore at exit what vLLM patches in this process when it starts an engine.
-
-    That is ``torch.set_num_threads``, which its CPU worker disables, and the classes of the model's modules:
-    with ``model_impl="transformers"`` vLLM builds its model from the same transformers class and patches that
-    class for its compiler, after which the policy could neither run nor be constructed again.
-    """
-    classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
-    before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
-    set_num_threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        for cls, (bases, attributes) in before.items():
-            if cls.__bases__ != bases:
-                cls.__bases__ = bases
-            for name in vars(cls).keys() - attributes.keys():
-                delattr(cls, name)
-            for name, value in attributes.items():
-                if vars(cls)[name] is not value:
-                    setattr(cls, name, value)
 
 
 ENTRY = BackendEntry(make_backend, check_engine, supports_images=True, check_images=check_images)
