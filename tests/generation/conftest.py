@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fakes.fake_vllm import FakeVLLM
 
-from groupwise.generation.vllm.http import HttpClient
+from groupwise.generation.vllm.client import HttpClient
 
 
 @pytest.fixture

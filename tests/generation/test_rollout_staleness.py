@@ -15,7 +15,7 @@ from support import agent_runs, runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
-from groupwise.generation.vllm.http import HttpClient, ServerUnavailableError
+from groupwise.generation.vllm.client import HttpClient, ServerUnavailableError
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The client of vLLM servers against a stand-in that fails in every way a server can.
 
-Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``, ``generation/vllm/http.py``.
+Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from support.fakes.fake_vllm import GENERATE, FakeVLLM
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import client as client_module
 from groupwise.generation.vllm.base import Request, group_requests
-from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
-from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
+from groupwise.generation.vllm.client import (
+    LostAnswerError,
+    LostWeightsError,
+    ServerUnavailableError,
+    VLLMServers,
+    parse_url,
+)
 
 
 @pytest.fixture
@@ -29,9 +34,9 @@ def servers(fake):
 
 def submit(client, count=1, samples=2, limit=8, max_logprobs=20, **sampling):
     requests = [Request([5, 6 + i], range(samples), seed=10 + i, max_tokens=limit) for i in range(count)]
-    return client.submit(
-        [(one, one.params({"temperature": 1.0, **sampling}, max_logprobs)) for one in requests]
-    )
+    return [
+        client.submit(one, one.params({"temperature": 1.0, **sampling}, max_logprobs)) for one in requests
+    ]
 
 
 def ask(client, **given):

@@ -59,8 +59,7 @@ def far_away():
 
 def ask(client):
     request = Request([5], range(2), seed=1, max_tokens=8)
-    (future,) = client.submit([(request, request.params({}, 20))])
-    return future
+    return client.submit(request, request.params({}, 20))
 
 
 def test_a_short_network_outage_delays_the_answer(far_away):

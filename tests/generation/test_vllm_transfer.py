@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import plugin, transfer
-from groupwise.generation.vllm.http import LostAnswerError
+from groupwise.generation.vllm.client import LostAnswerError
 from groupwise.generation.vllm.transfer import BucketSenderInfo, WeightTransfer
 from groupwise.policy.weight_source import EngineWeights
 

@@ -22,8 +22,8 @@ from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
+from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.colocate import ColocatedBackend
-from groupwise.generation.vllm.http import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from groupwise import RewardError
 from groupwise.generation.vllm import transfer
-from groupwise.generation.vllm.http import HttpClient
+from groupwise.generation.vllm.client import HttpClient
 
 _TIMING = re.compile(
     r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss"

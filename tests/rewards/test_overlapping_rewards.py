@@ -11,7 +11,7 @@ from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 
 from groupwise import register_backend
 from groupwise.errors import RewardError
-from groupwise.generation.vllm.http import HttpClient
+from groupwise.generation.vllm.client import HttpClient
 from groupwise.rewards import per_sample_reward
 
 LONG = 60.0  # seconds after which a wait is given up; no test takes them

@@ -22,8 +22,8 @@ from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
+from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.colocate import ColocatedBackend
-from groupwise.generation.vllm.http import HttpClient
 from groupwise.policy.weight_iterator import PolicyWeights
 
 

@@ -6,7 +6,7 @@ import sys
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.http import HttpClient
+from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from support.fakes.fake_vllm import GENERATE, FakeVLLM

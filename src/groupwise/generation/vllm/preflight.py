@@ -13,8 +13,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings, truncating
 from groupwise.errors import BackendError
 from groupwise.generation.base import ProcessingClass
-from groupwise.generation.vllm.client import VLLMServers
-from groupwise.generation.vllm.http import HttpClient
+from groupwise.generation.vllm.client import HttpClient, VLLMServers
 from groupwise.records import SamplerSettings
 from groupwise.tokenization.text import text_tokenizer
 

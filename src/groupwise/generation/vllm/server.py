@@ -26,9 +26,14 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
 from groupwise.generation.vllm.base import Request, RequestKey, VLLMBackend
-from groupwise.generation.vllm.client import LostWeightsError, VLLMServers
+from groupwise.generation.vllm.client import (
+    LostAnswerError,
+    LostWeightsError,
+    ServerUnavailableError,
+    VLLMServers,
+    parse_url,
+)
 from groupwise.generation.vllm.colocate import check_policy, lora_rank
-from groupwise.generation.vllm.http import LostAnswerError, ServerUnavailableError, parse_url
 from groupwise.generation.vllm.plugin import DIFFERS, PLACE_ADAPTER, SAME
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
@@ -143,12 +148,12 @@ class VLLMServerBackend(VLLMBackend):
 
     def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:
         """Send the requests that are not pending."""
-        new = [request for request in requests if request.key not in self._pending]
         shared = self.shared_params(sampling.generation_kwargs)
-        calls = [(request, request.params(shared, self.max_logprobs)) for request in new]
-        # Ranks prefer different servers, so that a few requests of each rank do not all go to the first.
-        futures = self.servers.submit(calls, first=self.config.process_index)
-        self._pending.update((request.key, future) for request, future in zip(new, futures, strict=True))
+        for request in requests:
+            if request.key not in self._pending:
+                params = request.params(shared, self.max_logprobs)
+                # Ranks prefer different servers, so that a few requests of each do not all go to the first.
+                self._pending[request.key] = self.servers.submit(request, params, self.config.process_index)
 
     def complete(self, requests: list[Request], sampling: SamplingOptions) -> list[list[Completion]]:
         """Return the samples of each request; pushes the weights again to servers that lost them."""
