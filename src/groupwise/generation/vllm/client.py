@@ -12,7 +12,6 @@ import os
 import re
 import ssl
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -69,6 +68,7 @@ class HttpClient:
     Attributes:
         health: route that responds once requests are taken.
         counted: servers whose tokens are the progress of this one: itself, or the workers of a router.
+        load: generation requests in flight.
     """
 
     attempts = 4
@@ -77,7 +77,7 @@ class HttpClient:
 
     def __init__(self, url: str, timeout: float, hint: str) -> None:
         self.url, self.timeout, self.hint = parse_url(url), timeout, hint
-        self.counted = [self]
+        self.counted, self.load = [self], 0
         key = os.environ.get("VLLM_API_KEY")  # never part of a message
         self.http = httpx.AsyncClient(
             base_url=self.url,
@@ -256,7 +256,6 @@ class VLLMServers:
         self.run_id, self.steps = run_id, list[int]()
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.lost: set[str] = set()
-        self._load: Counter[str] = Counter()  # requests in flight
         self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
         self._background = EventLoop(
             "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
@@ -289,8 +288,8 @@ class VLLMServers:
             while response is None:
                 targets = self.live if self.router is None else [self.router]
                 patience = PATIENCE if len(targets) > 1 else None
-                server = min(targets[first % len(targets) :] + targets, key=lambda s: self._load[s.url])
-                self._load[server.url] += 1
+                server = min(targets[first % len(targets) :] + targets, key=lambda s: s.load)
+                server.load += 1
                 try:
                     attempt = partial(self._attempt, server, body, doing)
                     response = await server.retry(attempt, doing, patience)
@@ -305,7 +304,7 @@ class VLLMServers:
                         await self._check_weights(server, adapter)  # a restarted server has no such model
                     raise
                 finally:
-                    self._load[server.url] -= 1
+                    server.load -= 1
         check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         version = adapter
