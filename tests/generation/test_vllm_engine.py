@@ -162,6 +162,15 @@ def test_the_engine_sleeps_while_the_trainer_trains(sleeping):
         engine.names()
 
 
+def test_an_engine_without_a_limit_of_log_probs_reports_the_mask_of_any_top_k(tmp_path):
+    unlimited = FakeEngine()
+    unlimited.model_config = SimpleNamespace(
+        max_model_len=64, max_logprobs=-1, dtype=torch.float32, get_vocab_size=lambda: 100
+    )
+    backend = ColocatedBackend(unlimited, GRPOConfig(str(tmp_path), **NO_CHECK), frozenset([1]))
+    assert backend.reports_sampling_mask({"top_k": 100}) and not backend.reports_sampling_mask({"top_k": 101})
+
+
 def test_sampling_masks_of_the_engine_are_recorded(tmp_path):
     """An engine with Model Runner V2, which needs a GPU: its output is written down."""
     pytest.importorskip("vllm")

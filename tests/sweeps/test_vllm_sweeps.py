@@ -139,7 +139,7 @@ def without_vllm(monkeypatch):
     for module in ("sweeps.scheduler", "trainer"):
         monkeypatch.setattr(f"groupwise.{module}.check_backend", lambda *_, **__: None)
     monkeypatch.setattr(
-        "groupwise.sweeps.vllm.engine_arguments", lambda given, *_: {"max_logprobs": given.seed}
+        "groupwise.sweeps.vllm.colocate.engine_arguments", lambda given, *_: {"max_logprobs": given.seed}
     )
 
 

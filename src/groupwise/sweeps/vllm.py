@@ -13,12 +13,7 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import Request
-from groupwise.generation.vllm.colocate import (
-    ColocatedBackend,
-    EngineCall,
-    engine_arguments,
-    generate_together,
-)
+from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, generate_together
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.random_state import preserved_state
@@ -103,7 +98,7 @@ class EngineSampler(ServerSampler):
 
         super().__init__(base, runs, processing_class)
         config = copy.copy(runs[0][0])
-        largest = max(engine_arguments(own, "", "auto")["max_logprobs"] for own, _ in runs)
+        largest = max(colocate.engine_arguments(own, "", "auto")["max_logprobs"] for own, _ in runs)
         given = {"max_loras": len(runs), "max_logprobs": largest, **json_dict(config.vllm_engine_kwargs)}
         config.vllm_engine_kwargs = {**given, "enable_lora": True}
         with preserved_state():  # the engine takes the rank of this adapter

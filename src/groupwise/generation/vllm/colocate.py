@@ -120,11 +120,12 @@ class ColocatedBackend(VLLMBackend):
         self._weights = EngineWeights()
         if not only_adapter:
             self._transfer = WeightTransfer(BACKEND, engine, self._weights, in_process=True)
-        self.context_length = engine.model_config.max_model_len
-        with_masks = getattr(engine.model_config, "return_sampling_mask", False)
-        self.max_logprobs = None if with_masks else engine.model_config.max_logprobs
+        model = engine.model_config
+        self.context_length = model.max_model_len
+        limit = model.get_vocab_size() if model.max_logprobs == -1 else model.max_logprobs  # -1: no limit
+        self.max_logprobs = None if getattr(model, "return_sampling_mask", False) else limit
         self.asleep: set[str] = set()
-        dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        dtype = str(model.dtype).removeprefix("torch.")
         self.weight_check = WeightCheck(config.vllm_weight_check, [dtype], self._weight_reports)
         self.release()
 
