@@ -246,7 +246,7 @@ class VLLMBackend(GenerationBackend):
     ) -> None:
         self.config, self.end_tokens = config, end_tokens
         self.sampling = sampling_fields(config, end_tokens, suppress_tokens)
-        self._num_samples: tuple[int | None, dict[int, int]] = (None, {})  # a step, and those of its prompts
+        self._num_samples: tuple[int | None, dict[int, int]] = (None, {})  # step, samples by base seed
         self.weight_digests: dict[int, str] = {}  # of all tensors, by step
 
     @abstractmethod

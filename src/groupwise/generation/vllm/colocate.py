@@ -1,4 +1,4 @@
-"""A vLLM engine inside the trainer's process.
+"""A vLLM engine inside the trainer's process: its settings, its start, and sampling with it.
 
 The engine starts from the policy's config with dummy weights. Weights are pushed before the first generation
 and after each optimizer step, from the memory of this process.
@@ -248,8 +248,7 @@ def sampling_params(fields: dict[str, Any]) -> SamplingParams:
     """Return ``vllm.SamplingParams`` from its fields; a server converts the same ones itself."""
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-    structured = fields.get("structured_outputs")
-    if isinstance(structured, dict):
+    if isinstance(structured := fields.get("structured_outputs"), dict):
         fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
     return SamplingParams(**fields)
 
@@ -401,8 +400,7 @@ def make_backend(
         if not quantized and hasattr(model_config, "quantization_config"):
             del model_config.quantization_config  # the engine does not share it
         model_config.save_pretrained(directory)
-        with_processor = is_processor(processing_class)
-        if with_processor:
+        if with_processor := is_processor(processing_class):
             # vLLM's classes of vision-language models need torchvision.
             arguments.setdefault("language_model_only", not is_torchvision_available())
         if only_adapter:
