@@ -91,6 +91,7 @@ SIGNATURES = [
     ("vllm.model_executor.model_loader.reload.meta", "restore_layer_on_meta", ["layer", "info"]),
     ("vllm.model_executor.model_loader.reload.meta", "to_meta_tensor", ["tensor"]),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ["layer", "remove_weight"]),
+    ("vllm._custom_ops", "cpu_prepack_moe_weight", ["weight", "isa"]),
     ("vllm.lora.utils", "parse_fine_tuned_lora_name", ["name", "weights_mapper"]),
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_lora", ["self", "lora_request"]),
     ("vllm.v1.engine.llm_engine", "LLMEngine.remove_lora", ["self", "lora_id"]),

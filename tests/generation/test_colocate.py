@@ -298,23 +298,28 @@ def test_an_incomplete_model_is_refused(run):
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
-def on_two_processes(script: str, argument: Any) -> str:
+def on_processes(count: int, script: str, argument: Any) -> str:
     here = Path(__file__).parents[1] / "support" / "workers"
-    done = run_ranks(here / script, argument, timeout=240, imports=WITH_VLLM)
+    done = run_ranks(here / script, argument, world_size=count, timeout=240, imports=WITH_VLLM)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_an_engine_computes_with_the_experts_of_every_step(tmp_path):
+    """vLLM repacks experts for its kernel on a CPU, by itself in the first load alone."""
+    assert "followed" in on_processes(1, "experts_worker.py", tmp_path)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_processes_with_an_engine_each_or_one_over_both(size):
-    assert on_two_processes("tensor_parallel_worker.py", size).count(f"sampled with {size}") == 2
+    assert on_processes(2, "tensor_parallel_worker.py", size).count(f"sampled with {size}") == 2
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_partitioned_weights_are_streamed_whole_and_the_engine_follows_them(tmp_path):
-    assert on_two_processes("zero_worker.py", tmp_path).count("followed") == 2
+    assert on_processes(2, "zero_worker.py", tmp_path).count("followed") == 2
 
 
 def test_truncated_samples_carry_their_kept_tokens_with_top_k_alone(tmp_path):

@@ -21,6 +21,7 @@ from support.fakes.tiny_engine import TinyEngine, target
 from support.runs import policy, tokenizer
 
 from groupwise import GRPOConfig
+from groupwise.compat.vllm_weights import as_loaded
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.colocate import ColocatedBackend
@@ -388,6 +389,15 @@ def test_another_base_model_below_an_adapter_of_one_server_is_found(adapted, tmp
             servers.backend.sync_weights(PolicyWeights(adapted), step=0)
     finally:
         servers.close()
+
+
+@pytest.mark.parametrize(("kernels", "compared"), [("TRITON", True), ("FLASHINFER_CUTLASS", False)])
+def test_experts_that_a_kernel_for_gpus_rearranges_are_not_compared(kernels, compared):
+    backend = SimpleNamespace(name=kernels)
+    layer = SimpleNamespace(quant_method=SimpleNamespace(unquantized_backend=backend))
+    weight = torch.ones(2, 4, 3)
+    assert as_loaded(layer, "w13_weight", weight) is (weight if compared else None)
+    assert as_loaded(layer, "e_score_correction_bias", weight) is weight
 
 
 # Clean syncs, and the setting.

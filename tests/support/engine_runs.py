@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
@@ -22,6 +22,14 @@ ENGINE = {"kv_cache_memory_bytes": 2**24, "max_num_seqs": 32}
 def policy(seed: int = 0, **changes: Any) -> Any:
     """Weights large enough that layers matter and greedy choices are no ties."""
     return runs.policy(seed, **{"hidden_size": 64, "initializer_range": 0.3, **changes})
+
+
+def mixture(seed: int = 0) -> Any:
+    """The same with four experts in each layer."""
+    shape = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = policy().config.to_dict() | {"model_type": "qwen3_moe", "norm_topk_prob": True, **shape}
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
 
 
 def trainer(directory: Any, **given: Any) -> Any:

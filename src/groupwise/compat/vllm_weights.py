@@ -129,6 +129,61 @@ def keep_digests_of_repacked(row_digests: Callable[[torch.Tensor], torch.Tensor]
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
+def _experts_kind(module: Any) -> str:
+    """Return the kernels of a layer of experts, such as TRITON or CPU; "" for another layer."""
+    backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    return getattr(backend, "name", "")
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Make the reload that is under way repack experts for a CPU, as the first load did.
+
+    vLLM repacks them only when it makes their kernel: after a reload, it would read plain matrices as packed.
+    """
+    for module in model.modules():
+        if _experts_kind(module) == "CPU":
+            module.quant_method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def as_loaded(module: Any, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a parameter with the elements in the order in which they are loaded.
+
+    Returns:
+        None if that order is not known: of experts that a kernel for GPUs has rearranged.
+    """
+    import torch
+
+    kind = _experts_kind(module)
+    if kind in ("", "TRITON", "BATCHED_TRITON") or name not in ("w13_weight", "w2_weight"):
+        return parameter
+    if kind != "CPU":
+        return None
+    kernel = module.quant_method.moe_kernel.fused_experts
+    if kernel._use_zentorch:  # it reads plain matrices
+        return parameter
+    order = _packed_order(parameter.shape[1], parameter.shape[2], parameter.dtype, kernel.isa)
+    return (
+        torch.empty_like(parameter).flatten(1).index_copy_(1, order, parameter.flatten(1)).view_as(parameter)
+    )
+
+
+@functools.cache
+def _packed_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Return the index in the matrix of an expert of every element that vLLM's kernel reads, in its order.
+
+    vLLM packs a matrix of the indices, one byte of them at a time: every dtype has exact values up to 256.
+    """
+    import torch
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    index = torch.arange(rows * columns)
+    order = torch.zeros_like(index)
+    for shift in range(0, 32, 8):
+        byte = (index >> shift & 255).to(dtype).view(1, rows, columns)
+        order += cpu_prepack_moe_weight(byte, isa).flatten().long() << shift
+    return order
+
+
 def adapter_tensors(worker: Any, names: Iterable[str]) -> Iterator[dict[str, torch.Tensor | None]]:
     """Iterate over the LoRA adapters of a worker, the latest first.
 

@@ -76,8 +76,9 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
                     continue
                 own, shape = places.by_parameter[key], places.shapes[key]
                 kernel = vllm_weights.repacking_kernel(module) if name == "weight" else None
-                if key == (path, name) and tuple(parameter.shape) == shape:
-                    report.add(own, parameter)
+                loaded = vllm_weights.as_loaded(module, name, parameter)
+                if key == (path, name) and loaded is not None and tuple(loaded.shape) == shape:
+                    report.add(own, loaded)
                 elif kernel is None and key == (path, name):
                     report.opaque.update(place.name for place in own)
                 if kernel is not None:

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from groupwise.compat.vllm import layerwise_reload
+from groupwise.compat.vllm_weights import repack_experts
 
 # vLLM warns about every layer without weights; parameters that receive none are an error below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -56,6 +57,7 @@ class CheckpointReceiver(WeightTransferEngine[WeightTransferInitInfo, Weights]):
         self.missing = set(self.names)
         start, _ = layerwise_reload()
         start(self.model)
+        repack_experts(self.model)
 
     def receive_weights(self, update_info: Weights) -> None:
         weights = update_info.weights
