@@ -19,7 +19,7 @@ FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PAC
 BUDGET = {
     "top level": 1387,
     "agents": 1849,
-    "compat": 1083,
+    "compat": 1138,
     "config": 2126,
     "core": 1620,
     "cpu": 430,
