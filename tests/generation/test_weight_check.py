@@ -3,7 +3,7 @@
 The engines load as vLLM does (``support.fakes.tiny_engine``): fused matrices, repacked copies that a kernel
 reads, a head tied to the embedding. They are colocated, or behind the routes of two servers.
 
-Files: ``generation/vllm/weight_check.py``.
+Files: ``policy/weight_check.py``, ``generation/vllm/plugin.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from groupwise.compat.vllm_weights import as_loaded
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.colocate import ColocatedBackend
+from groupwise.generation.vllm.plugin import WEIGHTS
 from groupwise.generation.vllm.server import VLLMServerBackend
-from groupwise.generation.vllm.weight_check import WeightCheck
+from groupwise.policy.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
 
 MATRIX = "model.layers.1.self_attn.{}_proj.weight"
@@ -409,9 +410,8 @@ def test_10000_clean_syncs_of_a_tiny_engine_raise_no_alarm():
     shapes = {"a.q_proj.weight": (3, 20), "a.k_proj.weight": (2, 20), "norm.weight": (20,)}
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
     engine = TinyEngine(weights.items(), tied_head=False)
-    check = WeightCheck(
-        "every_sync", ["float32"], lambda *call: [("it", "float32", engine.collective_rpc(*call))]
-    )
+    fetch = lambda adapter, given: [("it", "float32", engine.collective_rpc(WEIGHTS, given))]  # noqa: E731
+    check = WeightCheck("every_sync", ["float32"], fetch)
     digests = set()
     for _ in range(10_000):
         for tensor in weights.values():

@@ -1,9 +1,11 @@
 """Digests of weights: their sum, what changes them, and the comparison with reports of engines.
 
-Files: ``policy/weight_places.py``.
+Files: ``policy/weight_places.py``, ``policy/weight_check.py``.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +15,13 @@ from support.runs import policy
 from groupwise.errors import BackendError
 from groupwise.policy import digests
 from groupwise.policy.digests import (
-    WeightDigests,
     columns_of,
     part_digest,
     position_weights,
     sampled_columns,
     tensor_digest,
 )
+from groupwise.policy.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import weight_iterator
 from groupwise.policy.weight_places import DigestReport, Place, find_places
 
@@ -125,24 +127,35 @@ def weights():
     return {name: tensor.detach().clone() for name, tensor in weight_iterator(policy())}
 
 
-def compared(weights, engine, dtype="float32", sync=0, unrounded=None):
-    """Load ``weights`` into an engine and compare."""
-    sent = WeightDigests([dtype], sync, unrounded=unrounded)
+def compared(weights, engine, dtype="float32", sync=0, wider=None):
+    """Load ``weights`` into an engine and compare; ``wider``: what it is known to hold in a wider dtype."""
+    fetch = lambda adapter, given: [("the engine", dtype, engine.collective_rpc("", given))]  # noqa: E731
+    check = WeightCheck("every_sync", [dtype], fetch)
+    check.num_syncs = sync
+    if wider is not None:
+        check.done, check.wider = True, wider
     engine.start_weight_update()
-    engine.update_weights({"update_info": {"weights": list(sent.recorded(weights.items()))}})
+    engine.update_weights({"update_info": {"weights": list(check.record(weights.items()))}})
     engine.finish_weight_update("0")
-    ((report,),) = engine.collective_rpc("", {"shapes": sent.shapes(), "sync": sync})  # of its one worker
-    sent.check("the engine", dtype, [report])
-    return sent
+    own = check.own
+    return SimpleNamespace(digest=check.compare(), wider=check.wider, own=own)
+
+
+def compare_reports(weights, reports, sync=0):
+    """Compare with a report of each worker."""
+    check = WeightCheck("every_sync", ["float32"], lambda *_: [("it", "float32", [[one] for one in reports])])
+    check.num_syncs = sync
+    list(check.record(weights.items()))
+    return check.compare()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_that_loaded_the_weights_agrees(weights, dtype):
     engine = TinyEngine(weights.items(), getattr(torch, dtype))
-    first = compared(weights, engine, dtype).combined()
-    assert first == compared(weights, engine, dtype, sync=1).combined()
+    first = compared(weights, engine, dtype).digest
+    assert first == compared(weights, engine, dtype, sync=1).digest
     weights["model.norm.weight"][0] += 1
-    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2).combined()
+    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2).digest
 
 
 def test_vectors_that_an_engine_keeps_in_float32_are_compared_unrounded(weights):
@@ -161,18 +174,27 @@ def test_unrounded_digests_are_taken_of_what_an_engine_holds_wider(weights):
     norm, embedding = "model.norm.weight", "model.embed_tokens.weight"
     engine.parameters[norm] = engine.parameters[norm].float()
     assert compared(weights, engine, "bfloat16").wider == {norm}
-    later = compared(weights, engine, "bfloat16", unrounded={norm})
+    later = compared(weights, engine, "bfloat16", wider={norm})
     assert later.wider == {norm} and "" in later.own[norm].by_dtype
     assert "" not in later.own[embedding].by_dtype
     engine.parameters[embedding] = engine.parameters[embedding].float()
     with pytest.raises(BackendError, match=f"{embedding} is held in float32, and was held in bfloat16"):
-        compared(weights, engine, "bfloat16", unrounded={norm})
+        compared(weights, engine, "bfloat16", wider={norm})
 
 
 def test_a_tensor_that_comes_twice_is_refused(weights):
-    sent = WeightDigests(["float32"])
+    check = WeightCheck("every_sync", ["float32"], lambda *_: [])
     with pytest.raises(BackendError, match=r"two tensors named model\.norm\.weight"):
-        list(sent.recorded([("model.norm.weight", torch.ones(3))] * 2))
+        list(check.record([("model.norm.weight", torch.ones(3))] * 2))
+
+
+def test_two_passes_over_the_weights_do_not_mix(weights):
+    """A source that is asked for its metadata reads all weights once more, before the pass that it has begun."""
+    check = WeightCheck("every_sync", ["float32"], lambda *_: [])
+    first = check.record(weights.items())
+    assert [name for name, _ in check.record(weights.items())] == [*weights] == [name for name, _ in first]
+    assert check.own.keys() == weights.keys()
+    assert check.compare() == compared(weights, TinyEngine(weights.items())).digest
 
 
 def test_a_tensor_that_the_policy_does_not_send_is_found_by_what_is_empty(weights):
@@ -193,18 +215,14 @@ def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
     shapes = {"a": [2, 3], "b": [3]}
     places = find_places(load, shapes, parameters, torch.float32)
     assert places.opaque == {"b"} and not places.empty and list(places.by_parameter) == ["a"]
-    sent = WeightDigests(["float32"])
     own = {"a": torch.ones(2, 3), "b": torch.ones(3)}
-    list(sent.recorded(own.items()))
     entry = [tensor_digest(own["a"]).item(), 6, "float32"]
-    sent.check("it", "float32", [{"tensors": {"a": entry}, "sampled": {}, "opaque": ["b"], "empty": []}])
+    compare_reports(own, [{"tensors": {"a": entry}, "sampled": {}, "opaque": ["b"], "empty": []}])
     assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
 
 
 def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
     matrix = torch.randn(6, 40)
-    sent = WeightDigests(["float32"], sync=1)
-    list(sent.recorded([("a", matrix)]))
 
     def report(worker: int, kernel: torch.Tensor) -> dict:
         made = DigestReport({"a": [6, 40]})
@@ -213,9 +231,9 @@ def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
         made.add_repacked([place], (3, 40), read, digests.row_digests(matrix[3 * worker :][:3]), 1)
         return made.result()
 
-    sent.check("it", "float32", [report(worker, matrix[3 * worker :][:3]) for worker in range(2)])
+    compare_reports({"a": matrix}, [report(worker, matrix[3 * worker :][:3]) for worker in range(2)], sync=1)
     with pytest.raises(BackendError, match="a has other values in the copy that its kernel reads"):
-        sent.check("it", "float32", [report(0, matrix[:3]), report(1, matrix[:3])])
+        compare_reports({"a": matrix}, [report(0, matrix[:3]), report(1, matrix[:3])], sync=1)
 
 
 def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():
@@ -241,18 +259,14 @@ def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():
     ],
 )
 def test_a_problem_is_named(entry, problem):
-    sent = WeightDigests(["float32"])
-    list(sent.recorded([("a", torch.ones(2, 3))]))
     tensors = {} if entry is None else {"a": entry}
     report = {"tensors": tensors, "sampled": {}, "opaque": [], "empty": []}
     with pytest.raises(BackendError, match=f"it does not compute with the trainer's weights: a {problem}"):
-        sent.check("it", "float32", [report])
+        compare_reports({"a": torch.ones(2, 3)}, [report])
 
 
 def test_shards_and_copies_of_several_workers_add_up():
     matrix, vector = torch.randn(4, 6), torch.randn(3)
-    sent = WeightDigests(["float32"])
-    list(sent.recorded([("a", matrix), ("b", vector)]))
     reports = [
         {
             "tensors": {
@@ -263,7 +277,7 @@ def test_shards_and_copies_of_several_workers_add_up():
         }
         for i in range(2)
     ]
-    sent.check("it", "float32", reports)
+    compare_reports({"a": matrix, "b": vector}, reports)
     reports[1]["tensors"]["b"][0] += 1  # one of two copies
     with pytest.raises(BackendError, match="b has other values"):
-        sent.check("it", "float32", reports)
+        compare_reports({"a": matrix, "b": vector}, reports)

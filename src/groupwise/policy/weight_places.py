@@ -207,10 +207,11 @@ class DigestReport:
         self._tensors[name].append((digest, numel, str(values.dtype).removeprefix("torch.")))
 
     def result(self) -> dict[str, Any]:
-        """Return lists and plain values, for ``WeightDigests.check``.
+        """Return lists and plain values, for :class:`groupwise.policy.weight_check.WeightCheck`.
 
-        ``tensors``: name: [digest, number of elements, dtype]; ``sampled``: name: [digest, number of them]
-        of the columns that were read; ``opaque``: names that cannot be compared; ``empty``.
+        ``tensors``: name: [digest, number of elements, dtype], the first two summed over all places that the
+        worker computes with; ``sampled``: name: [digest, number of them] of the columns that were read;
+        ``opaque``: names that cannot be compared; ``empty``.
         """
         found = [digest for entries in self._tensors.values() for digest, _, _ in entries]
         found += [digest for entries in self._sampled.values() for digest, _ in entries]

@@ -38,11 +38,11 @@ from groupwise.generation.vllm.base import (
     num_logprobs,
     sampling_fields,
 )
-from groupwise.generation.vllm.plugin import BACKEND, register
+from groupwise.generation.vllm.plugin import ADAPTERS, BACKEND, WEIGHTS, register
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
-from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
+from groupwise.policy.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights, base_weights
 from groupwise.policy.weight_source import EngineWeights
 from groupwise.random_state import preserved_state
@@ -138,8 +138,9 @@ class ColocatedBackend(VLLMBackend):
         start = sum(map(len, by_rank[: dist.get_rank(self.group)]))
         return list(itertools.chain.from_iterable(by_rank)), start
 
-    def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
+    def _weight_reports(self, adapter: bool, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
         """Return (engine, dtype, reports of its workers); see :class:`WeightCheck`."""
+        method = ADAPTERS if adapter else WEIGHTS
         reports, _ = self._gather(self.engine.collective_rpc(method, kwargs=given))
         return [("the colocated engine", self.weight_check.dtypes[0], reports)]
 

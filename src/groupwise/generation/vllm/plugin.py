@@ -14,7 +14,8 @@ import torch
 
 from groupwise.compat import vllm_weights
 from groupwise.compat.vllm import register_weight_transfer_engine
-from groupwise.policy.digests import Report, row_digests
+from groupwise.policy.digests import row_digests
+from groupwise.policy.weight_check import Report
 from groupwise.policy.weight_places import DigestReport, Places, find_places
 
 logger = logging.getLogger(__name__)

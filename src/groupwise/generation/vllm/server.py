@@ -34,7 +34,7 @@ from groupwise.generation.vllm.client import (
     parse_url,
 )
 from groupwise.generation.vllm.colocate import check_policy, lora_rank
-from groupwise.generation.vllm.plugin import DIFFERS, PLACE_ADAPTER, SAME
+from groupwise.generation.vllm.plugin import ADAPTERS, DIFFERS, PLACE_ADAPTER, SAME, WEIGHTS
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
 from groupwise.generation.vllm.transfer import (
@@ -43,8 +43,7 @@ from groupwise.generation.vllm.transfer import (
     AdapterTransfer,
     WeightTransfer,
 )
-from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.policy.digests import Report
+from groupwise.policy.weight_check import Report, WeightCheck
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
@@ -237,10 +236,10 @@ class VLLMServerBackend(VLLMBackend):
 
     # Weights.
 
-    def _weight_reports(self, method: str, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
+    def _weight_reports(self, adapter: bool, given: dict[str, Any]) -> list[tuple[str, str, list[Any]]]:
         """Return (server, dtype, reports of its workers) of all servers; see :class:`WeightCheck`."""
         dtypes = {info.url: info.dtype for info in self.server_info}
-        answers = self.servers.call_workers(method, given)
+        answers = self.servers.call_workers(ADAPTERS if adapter else WEIGHTS, given)
         return [(f"the vLLM server at {url}", dtypes[url], reports) for url, reports in answers.items()]
 
     def _compare_engines(self, name: str, reports: Sequence[Report]) -> None:
