@@ -27,7 +27,7 @@ BUDGET = {
     "generation": 4096,
     "hf": 1663,
     "mixins": 1053,
-    "policy": 4255,
+    "policy": 4327,
     "records": 1029,
     "reporting": 2868,
     "rewards": 1805,
