@@ -189,7 +189,7 @@ def test_a_tensor_that_comes_twice_is_refused(weights):
 
 
 def test_two_passes_over_the_weights_do_not_mix(weights):
-    """A source that is asked for its metadata reads all weights once more, before the pass that it has begun."""
+    """A source that is asked for metadata reads all weights once more, before the pass that it has begun."""
     check = WeightCheck("every_sync", ["float32"], lambda *_: [])
     first = check.record(weights.items())
     assert [name for name, _ in check.record(weights.items())] == [*weights] == [name for name, _ in first]
