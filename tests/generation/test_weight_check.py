@@ -340,7 +340,7 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
     base = dict(PolicyWeights(adapted).base())
     engine = TinyEngine(base.items())
     load(engine, base)
-    backend = colocated(tmp_path, adapted, engine, True)
+    backend = colocated(tmp_path, adapted, engine, only_adapter=True)
     backend.sync_weights(PolicyWeights(adapted), step=1000)
     for seed in range(70):
         inject_into_adapter(backend, engine, adapted, seed)
@@ -372,7 +372,7 @@ def test_another_base_model_below_an_adapter_of_an_engine_is_found(adapted, tmp_
     other = {name: tensor + 1e-6 for name, tensor in PolicyWeights(adapted).base()}
     engine = TinyEngine(other.items())
     load(engine, other)
-    backend = colocated(tmp_path, adapted, engine, True)
+    backend = colocated(tmp_path, adapted, engine, only_adapter=True)
     with pytest.raises(BackendError, match=r"embed_tokens\.weight has other values"):
         backend.sync_weights(PolicyWeights(adapted), step=0)
     backend.adapters.remove()
