@@ -24,7 +24,7 @@ BUDGET = {
     "core": 1620,
     "cpu": 430,
     "data": 2200,
-    "generation": 4099,
+    "generation": 4108,
     "hf": 1663,
     "mixins": 1053,
     "policy": 4327,

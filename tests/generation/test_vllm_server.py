@@ -415,6 +415,16 @@ def test_a_server_that_reports_no_weights_of_tokens_does_not_generate_ahead(fake
         ahead.sync_weights(WEIGHTS, step=0)
 
 
+def test_engines_that_share_experts_are_refused_unless_weights_are_not_compared(backend, fake):
+    fake.info["parallel_config"]["data_parallel_size"] = 2
+    backend.model_config.num_experts = 4
+    backend.config.vllm_weight_check = "first"
+    with pytest.raises(BackendError, match=r"2 data-parallel engines share the experts.*'off'"):
+        backend.sync_weights(WEIGHTS, step=0)
+    backend.config.vllm_weight_check = "off"
+    backend.sync_weights(WEIGHTS, step=0)
+
+
 def test_another_model_is_refused(backend, fake, tmp_path):
     policy(vocab_size=99).config.save_pretrained(tmp_path / "other")
     fake.info["model_config"]["model"] = str(tmp_path / "other")

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FROM_GPU = ("nccl", "ipc", "sparse_nccl")
 _SENDABLE = ("groupwise", *_FROM_GPU)
 #: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
@@ -122,6 +123,15 @@ def check_servers(
     return infos
 
 
+def _fits_raw(config: GRPOConfig) -> bool:
+    """Return True if nothing changes the sampling distribution: raw log-probs are those of it."""
+    return (
+        sampler_settings(config) == SamplerSettings()
+        and not config.generation_kwargs
+        and config.vllm_structured_outputs_regex is None
+    )
+
+
 def _problems(
     info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig, lora_rank: int | None, *, has_router: bool
 ) -> list[str]:
@@ -134,17 +144,12 @@ def _problems(
     loads_4_bits = (
         info.quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
     )
-    fits_raw = (  # raw log-probs are those of the sampling distribution if nothing changes it
-        sampler_settings(config) == SamplerSettings()
-        and not config.generation_kwargs
-        and config.vllm_structured_outputs_regex is None
-    )
+    shares_experts = info.num_engines > 1 and any(getattr(policy, name, None) for name in _EXPERTS)
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
-        f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": (
-            None not in (size, expected) and size != expected
-        )
+        f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True
         for name, size, expected in sizes
+        if None not in (size, expected) and size != expected
     } | {
         f"its weights are quantized by {info.quantization}, but full matrices are sent; serve the model "
         "without quantization, or with --enable-lora the checkpoint of a policy in 4 bits": (
@@ -160,7 +165,7 @@ def _problems(
         "start it with the backend 'groupwise'": transfer in _FROM_GPU and config.device.type != "cuda",
         f"it reports {mode}, which are not log-probs of the sampling distribution; start it with "
         "--logprobs-mode processed_logprobs": (
-            mode != "processed_logprobs" and not (mode == "raw_logprobs" and fits_raw)
+            mode != "processed_logprobs" and not (mode == "raw_logprobs" and _fits_raw(config))
         ),
         f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as routers "
         f"and rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 "
@@ -171,6 +176,10 @@ def _problems(
         "without --kv-transfer-config": has_router and info.sends_keys,
         f"it runs {info.max_num_seqs} sequences at a time, fewer than num_generations="
         f"{config.num_generations}; raise --max-num-seqs": info.max_num_seqs < config.num_generations,
+        f"its {info.num_engines} data-parallel engines share experts, which cannot be compared; start it "
+        "with --tensor-parallel-size instead, or set vllm_weight_check='off'": (
+            shares_experts and config.vllm_weight_check != "off"
+        ),
         "it was started with --return-sampling-mask, and refuses requests without truncation; start it "
         "without, or set top_k, top_p or min_p": info.returns_sampling_mask and not truncating(config),
         f"--max-model-len {info.max_model_length} is less than {needed}, the sum of max_prompt_length and "
