@@ -419,7 +419,7 @@ def test_engines_that_share_experts_are_refused_unless_weights_are_not_compared(
     fake.info["parallel_config"]["data_parallel_size"] = 2
     backend.model_config.num_experts = 4
     backend.config.vllm_weight_check = "first"
-    with pytest.raises(BackendError, match=r"2 data-parallel engines share the experts.*'off'"):
+    with pytest.raises(BackendError, match=r"2 data-parallel engines share experts.*'off'"):
         backend.sync_weights(WEIGHTS, step=0)
     backend.config.vllm_weight_check = "off"
     backend.sync_weights(WEIGHTS, step=0)
