@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
 
 from groupwise import ConfigError, GRPOConfig
 from groupwise.cli import main
@@ -30,6 +31,15 @@ IN_CONFIG = ("hf_planted000000000000000000hubtoken", "hf_planted0000000000000000
 SECRETS = [*PLANTED.values(), *IN_CONFIG]
 
 
+@pytest.fixture
+def verbosity():
+    """That of transformers, which a run's ``log_level`` sets for the process."""
+    before = transformers_logging.get_verbosity()
+    yield
+    transformers_logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("verbosity")
 def test_a_run_leaves_no_secret_anywhere(run_file, monkeypatch, capfd, caplog):
     for name, value in PLANTED.items():
         monkeypatch.setenv(name, value)
