@@ -118,8 +118,8 @@ def measure_generation(model: Any, tokenizer: Any, given: argparse.Namespace, ur
 def measure_sync(model: Any, tokenizer: Any, pairs: int, precision: str) -> dict[str, Any]:
     """Return seconds per GB of weights by bucket size, in this process and through shared memory."""
     from groupwise.generation.vllm import transfer
+    from groupwise.generation.vllm.weight_source import EngineWeights
     from groupwise.policy.weight_iterator import weight_iterator
-    from groupwise.policy.weight_source import EngineWeights
 
     backend = engine_backend(model, tokenizer, 8, precision)
     weights = EngineWeights()

@@ -38,7 +38,7 @@ def measure(model: str, learning_rate: float, steps: int) -> list[dict[str, floa
     from transformers import TrainerCallback
 
     from groupwise import GRPOConfig, GRPOTrainer
-    from groupwise.policy.weight_source import ChangedValues
+    from groupwise.generation.vllm.weight_source import ChangedValues
 
     changes, found = ChangedValues(), []
 

@@ -3,7 +3,7 @@
 from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.recipes.environments import reasoning_gym_factory
+from groupwise.agents.libraries import reasoning_gym_factory
 from groupwise.rewards import create_reasoning_gym
 
 options = example_parser(__doc__, "environment-reasoning-gym-output").parse_args()

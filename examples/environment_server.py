@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.recipes.environments import openenv_factory
+from groupwise.agents.libraries import openenv_factory
 
 FIELD = {"word": {"type": "string", "description": "An animal."}}
 ACTION = {"description": "Name an animal.", "type": "object", "properties": FIELD, "required": ["word"]}

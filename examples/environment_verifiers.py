@@ -8,7 +8,7 @@ from datasets import Dataset
 from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
-from groupwise.recipes.environments import VerifiersEnvironment, verifiers_dataset
+from groupwise.agents.libraries import VerifiersEnvironment, verifiers_dataset
 
 
 class Guess(vf.MultiTurnEnv):

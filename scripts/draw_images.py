@@ -14,8 +14,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
+from groupwise.commands.report.run_files import saved_text
 from groupwise.reporting.completions import completions_grid
-from groupwise.reporting.run_files import saved_text
 from groupwise.reporting.terminal import LogTable
 
 ROOT = Path(__file__).resolve().parents[1]

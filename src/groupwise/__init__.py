@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from groupwise.commands.iterative.iterative import IterativeGRPO
+    from groupwise.commands.iterative.iterative_config import IterativeConfig
+    from groupwise.commands.report.html_report import write_report
+    from groupwise.commands.sweeps.scheduler import Sweep
     from groupwise.config.grpo_config import GRPOConfig
     from groupwise.core.advantages import register_advantage, register_aggregation
     from groupwise.core.objectives import register_objective
@@ -24,8 +28,6 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from groupwise.generation.base import GenerationBackend, register_backend
-    from groupwise.recipes.iterative import IterativeGRPO
-    from groupwise.recipes.iterative_config import IterativeConfig
     from groupwise.records import (
         Completion,
         Experience,
@@ -39,15 +41,13 @@ if TYPE_CHECKING:
         TokenBatch,
     )
     from groupwise.reporting.callback import GRPOCallback
-    from groupwise.reporting.html_report import write_report
-    from groupwise.sweeps.scheduler import Sweep
     from groupwise.trainer import GRPOTrainer
 
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
-    "IterativeConfig": "recipes.iterative_config",
-    "IterativeGRPO": "recipes.iterative",
+    "IterativeConfig": "commands.iterative.iterative_config",
+    "IterativeGRPO": "commands.iterative.iterative",
     "register_normalizer": "core.weights",
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
@@ -65,8 +65,8 @@ _MODULES = {
     "TokenBatch": "records",
     "RolloutRequest": "records",
     "GRPOCallback": "reporting.callback",
-    "write_report": "reporting.html_report",
-    "Sweep": "sweeps.scheduler",
+    "write_report": "commands.report.html_report",
+    "Sweep": "commands.sweeps.scheduler",
     "GroupwiseError": "errors",
     "ConfigError": "errors",
     "RewardError": "errors",

@@ -38,15 +38,15 @@ LEVELS = (
     ("mixins", "hf"),
     ("trainer",),
     ("sandbox",),
-    ("recipes", "sweeps"),
-    ("trl_hooks", "cli"),
+    ("commands", "trl_hooks"),
+    ("cli",),
 )
 LAYERS = {
     room: {below for lower in LEVELS[:level] for below in lower}
     for level, rooms in enumerate(LEVELS)
     for room in rooms
 }
-LAYERS["cli"].add("__version__")
+LAYERS["commands"].add("__version__")
 
 #: Symbols of other libraries' submodules that functions of ``compat/`` import.
 WRAPPED = set().union(

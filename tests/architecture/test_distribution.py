@@ -75,7 +75,7 @@ def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=120)
     assert "0.1 to 0.7" in (run / "report.html").read_text()
-    assert (installed / "groupwise" / "reporting" / "page" / "uPlot-LICENSE").is_file()
+    assert (installed / "groupwise" / "commands" / "report" / "page" / "uPlot-LICENSE").is_file()
 
 
 def test_the_command_prints_the_version_of_the_package(installed: Path) -> None:

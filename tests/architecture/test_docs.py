@@ -105,7 +105,7 @@ def test_few_blocks_are_not_run_and_each_gives_a_reason():
 
 
 def test_run_files_in_the_documentation_are_read(tmp_path):
-    from groupwise.cli.run_file import read_run
+    from groupwise.commands.cli.run_file import read_run
 
     text = (ROOT / "docs" / "cli.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
@@ -167,7 +167,7 @@ def test_differences_from_trl_are_documented():
 
 def test_names_on_the_page_of_the_paper_exist():
     page = (ROOT / "docs" / "paper.md").read_text()
-    names = re.findall(r"`((?:trainer|recipes|core|policy|mixins|data|hf|rewards)\.[\w.]+)`", page)
+    names = re.findall(r"`((?:trainer|commands|core|policy|mixins|data|hf|rewards)\.[\w.]+)`", page)
     assert len(names) > 15
     for name in names:
         pkgutil.resolve_name(f"groupwise.{name}")

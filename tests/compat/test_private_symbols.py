@@ -445,7 +445,7 @@ def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
     from vllm.distributed import weight_transfer
 
     from groupwise.compat.vllm import weight_source
-    from groupwise.policy.weight_source import EngineWeights
+    from groupwise.generation.vllm.weight_source import EngineWeights
 
     weights = EngineWeights()
     weights.begin(lambda: iter([("w", torch.zeros(2, 3))]))

@@ -35,7 +35,7 @@ PUBLIC = (
     "groupwise",
     "groupwise.rewards",
     "groupwise.agents",
-    "groupwise.recipes.environments",
+    "groupwise.agents.libraries",
     "groupwise.core",
 )
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
@@ -218,7 +218,7 @@ def test_the_slurm_job_serves_on_the_last_node_and_trains_on_the_others(tmp_path
 
 
 def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
-    from groupwise.cli import main
+    from groupwise.commands.cli import main
 
     model = save_tiny_smollm2(smollm2_path, tmp_path / "model")
     monkeypatch.chdir(EXAMPLES)

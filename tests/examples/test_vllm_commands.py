@@ -1,6 +1,6 @@
 """The two commands that docs/vllm.md begins with, on a server without a GPU.
 
-Files: ``cli/serve.py``.
+Files: ``commands/cli/serve.py``.
 """
 
 from __future__ import annotations

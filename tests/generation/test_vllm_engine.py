@@ -25,7 +25,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, transfer
 from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
 from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
-from groupwise.policy.weight_source import EngineWeights
+from groupwise.generation.vllm.weight_source import EngineWeights
 from groupwise.records import SamplingOptions
 
 

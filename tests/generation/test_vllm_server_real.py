@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import transfer
-from groupwise.policy.weight_check import WeightCheck
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
 
 pytestmark = [

@@ -35,7 +35,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm import plugin, transfer
 from groupwise.generation.vllm.client import LostAnswerError
 from groupwise.generation.vllm.transfer import BucketSenderInfo, WeightTransfer
-from groupwise.policy.weight_source import EngineWeights
+from groupwise.generation.vllm.weight_source import EngineWeights
 
 pytestmark = pytest.mark.vllm
 

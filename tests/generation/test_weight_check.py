@@ -3,7 +3,7 @@
 The engines load as vLLM does (``support.fakes.tiny_engine``): fused matrices, repacked copies that a kernel
 reads, a head tied to the embedding. They are colocated, or behind the routes of two servers.
 
-Files: ``policy/weight_check.py``, ``generation/vllm/plugin.py``.
+Files: ``generation/vllm/weight_check.py``, ``generation/vllm/plugin.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.generation.vllm.client import HttpClient
 from groupwise.generation.vllm.colocate import ColocatedBackend
 from groupwise.generation.vllm.plugin import WEIGHTS
 from groupwise.generation.vllm.server import VLLMServerBackend
-from groupwise.policy.weight_check import WeightCheck
+from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
 
 MATRIX = "model.layers.1.self_attn.{}_proj.weight"

@@ -1,6 +1,6 @@
 """Gradient checkpointing of some layers, and its activations in host memory: the same training.
 
-Files: ``compat/transformers.py``, ``cli/trial.py``.
+Files: ``compat/transformers.py``, ``commands/cli/trial.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from support.runs import policy, trainer
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel, modeling_utils
 
-from groupwise.cli.trial import train_row
+from groupwise.commands.cli.trial import train_row
 from groupwise.compat.transformers import enable_gradient_checkpointing
 
 pytestmark = pytest.mark.skipif(

@@ -18,9 +18,9 @@ from transformers import HfArgumentParser
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from groupwise import GRPOConfig, trl_hooks
-from groupwise.cli.run_file import RunArguments, read_run
-from groupwise.cli.sources import lora_config
-from groupwise.cli.trl_keys import TRL_KEYS
+from groupwise.commands.cli.run_file import RunArguments, read_run
+from groupwise.commands.cli.sources import lora_config
+from groupwise.commands.cli.trl_keys import TRL_KEYS
 from groupwise.compat.trl import TRL_DEFAULTS, TRL_SPELLINGS, TRL_VERSION
 from groupwise.errors import warn_once
 from groupwise.hf.arguments import warn_of_defaults

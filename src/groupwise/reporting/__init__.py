@@ -1,9 +1,8 @@
-"""Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards, model card, report."""
+"""Numbers and text that leave a run: metrics, timing, evaluation, tables, dashboards, model card."""
 
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.completions import report_completions
 from groupwise.reporting.dashboards import TrackioAlertsCallback
-from groupwise.reporting.html_report import write_report
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.model_card import model_card, write_model_card
 from groupwise.reporting.rollout_files import RolloutFiles
@@ -18,5 +17,4 @@ __all__ = [
     "report_completions",
     "show_log_lines",
     "write_model_card",
-    "write_report",
 ]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.generation.vllm.plugin import ADAPTERS, PLACE_ADAPTER, SAME, place_adapter, same_reports
-from groupwise.policy.weight_places import DigestReport
+from groupwise.generation.vllm.weight_places import DigestReport
 from support.fakes.tiny_engine import TinyEngine, scaled_adapter
 
 GENERATE = "/inference/v1/generate"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from groupwise.recipes.objective_table import objective_table
-from groupwise.recipes.replay import replay
+from groupwise.commands.replay.objective_table import objective_table
+from groupwise.commands.replay.replay import replay
 from support.runs import trainer
 
 

@@ -40,11 +40,11 @@ from groupwise.generation.vllm.base import (
 )
 from groupwise.generation.vllm.plugin import ADAPTERS, BACKEND, WEIGHTS, register
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
+from groupwise.generation.vllm.weight_check import WeightCheck
+from groupwise.generation.vllm.weight_source import EngineWeights
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
-from groupwise.policy.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights, base_weights
-from groupwise.policy.weight_source import EngineWeights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor

@@ -43,9 +43,9 @@ from groupwise.generation.vllm.transfer import (
     AdapterTransfer,
     WeightTransfer,
 )
-from groupwise.policy.weight_check import Report, WeightCheck
+from groupwise.generation.vllm.weight_check import Report, WeightCheck
+from groupwise.generation.vllm.weight_source import EngineWeights, NamedTensor
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
-from groupwise.policy.weight_source import EngineWeights, NamedTensor
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import end_tokens, text_tokenizer

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from groupwise.compat.vllm import sparse_patch, trainer_engine
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.plugin import BACKEND
+from groupwise.generation.vllm.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
 from groupwise.policy.weight_iterator import BUCKET_BYTES, LoRAWeights, buckets
-from groupwise.policy.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
 from groupwise.threads import settle, start_thread
 
 if TYPE_CHECKING:

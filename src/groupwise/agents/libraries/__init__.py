@@ -1,0 +1,15 @@
+"""Adapters for environments of other libraries and of servers."""
+
+from __future__ import annotations
+
+from groupwise.agents.libraries.openenv import OpenEnvSession, openenv_factory
+from groupwise.agents.libraries.reasoning_gym import reasoning_gym_factory
+from groupwise.agents.libraries.verifiers import VerifiersEnvironment, verifiers_dataset
+
+__all__ = [
+    "OpenEnvSession",
+    "VerifiersEnvironment",
+    "openenv_factory",
+    "reasoning_gym_factory",
+    "verifiers_dataset",
+]

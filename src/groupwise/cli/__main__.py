@@ -1,8 +1,0 @@
-"""Entry point of ``python -m groupwise.cli`` and ``accelerate launch -m groupwise.cli train``."""
-
-import sys
-
-from groupwise.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

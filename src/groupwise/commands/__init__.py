@@ -1,0 +1,1 @@
+"""Programs around a trainer: command line, sweeps, replay, reports, iterative GRPO."""

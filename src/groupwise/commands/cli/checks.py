@@ -1,0 +1,130 @@
+"""Reports of ``groupwise doctor`` that need no model weights: batches, lengths of prompts, tokenizer.
+
+What the trainer would refuse is refused by its own checks, which the doctor runs before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from groupwise.commands.cli.findings import Finding, fail, ok, warn
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.tokenization.prompts import Message, Prompt, is_conversational
+
+
+def batch_findings(config: GRPOConfig, prompts: int) -> Iterator[Finding]:
+    """Report sizes of batches and numbers of steps of a training set that fills a batch.
+
+    Args:
+        prompts: number of rows of the training set.
+    """
+    per_batch = config.prompts_per_batch
+    yield ok(
+        "batches",
+        f"{config.generation_batch_size} completions at a time = {config.per_device_train_batch_size} per "
+        f"device x {config.world_size} process(es) x {config.steps_per_generation} micro-batch(es) = "
+        f"{per_batch} prompt(s) x {config.num_generations} completions",
+    )
+    use = (
+        "every completion is used in one optimizer step: exactly on-policy"
+        if config.trains_on_policy
+        else f"a generation batch is used in {config.optimizer_steps_per_generation} optimizer steps: ratios "
+        "to old log-probs are clipped"
+    )
+    yield ok("batches", use)
+    uses = config.micro_batches_per_generation / config.gradient_accumulation_steps
+    per_epoch = prompts // per_batch * uses
+    total = config.max_steps if config.max_steps > 0 else int(per_epoch * config.num_train_epochs)
+    yield ok(
+        "steps",
+        f"{prompts} prompts, {per_epoch:.6g} optimizer steps per epoch, {total} in all "
+        f"({total / per_epoch:.3g} epochs)",
+    )
+    if prompts % per_batch:
+        left = f"{prompts % per_batch} prompt(s) of every epoch do not fill a batch and are dropped"
+        yield ok("steps", left)
+
+
+def length_findings(
+    lengths: Sequence[int], config: GRPOConfig, context: int | None, population: str
+) -> Iterator[Finding]:
+    """Report the prompt lengths in tokens, before truncation, and compare them with the limits.
+
+    Args:
+        context: maximum number of positions of the model; None if unknown.
+        population: description of the prompts, for the report.
+    """
+    ordered = sorted(lengths)
+    median, most = (ordered[min(int(share * len(ordered)), len(ordered) - 1)] for share in (0.5, 0.95))
+    yield ok(
+        "prompts",
+        f"tokens of {population}: min {ordered[0]}, median {median}, 95% {most}, max {ordered[-1]}",
+    )
+    limit = config.max_prompt_length or ordered[-1]
+    cut = sum(length > limit for length in lengths)
+    if cut:
+        yield warn(
+            "prompts",
+            f"max_prompt_length={limit} truncates {cut} of {len(lengths)} from the left; no truncation from "
+            f"{ordered[-1]} on",
+        )
+    if context is not None:
+        total = min(ordered[-1], limit) + config.max_completion_length
+        yield ok("prompts", f"longest prompt and completion: {total} of {context} positions")
+
+
+def tokenizer_findings(
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    prompt: Prompt,
+    template_kwargs: dict[str, Any],
+) -> Iterator[Finding]:
+    """Check end tokens, padding and chat template of a tokenizer on one prompt of the data.
+
+    Args:
+        end_tokens: ids that end a completion.
+    """
+    if end_tokens:
+        names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in end_tokens)
+        yield ok("tokenizer", f"completions end with {names}")
+    else:
+        yield fail("tokenizer", "model and tokenizer have no end token: no completion can end")
+    if tokenizer.pad_token_id in end_tokens:
+        yield ok("tokenizer", f"padding is an end token ({tokenizer.pad_token!r}); masks distinguish them")
+    if is_conversational(prompt):
+        yield from _template_findings(tokenizer, end_tokens, prompt, template_kwargs)
+    else:
+        ids = tokenizer(prompt)["input_ids"]
+        if ids and ids[-1] in end_tokens:
+            yield fail("tokenizer", "it ends prompts with an end token; switch add_eos_token off")
+
+
+def _template_findings(
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: Sequence[int],
+    prompt: list[Message],
+    template_kwargs: dict[str, Any],
+) -> Iterator[Finding]:
+    def render(messages: list[Message], **options: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **{**template_kwargs, **options}))
+
+    with_generation_prompt, bare = render(prompt, add_generation_prompt=True), render(prompt)
+    answered = render([*prompt, {"role": "assistant", "content": "Paris"}])
+    if prompt[-1]["role"] != "assistant" and with_generation_prompt == bare:
+        yield warn(
+            "template", "add_generation_prompt has no effect: the prompt does not start an assistant turn"
+        )
+    if not answered.startswith(with_generation_prompt):
+        yield warn("template", "a chat with an answer does not start with the rendered prompt")
+    after = answered.rpartition("Paris")[2]
+    closing = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+    if closing and not set(closing) & set(end_tokens):
+        yield warn(
+            "template",
+            f"answers end with {after!r}, without an end token: completions may run to the length limit",
+        )
+    else:
+        yield ok("template", f"a prompt ends with {with_generation_prompt[-40:]!r}, an answer with {after!r}")

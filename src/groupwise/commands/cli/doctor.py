@@ -1,0 +1,251 @@
+"""``groupwise doctor``: check settings, data, rewards, sampler and memory of a run without training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedConfig
+
+from groupwise.agents import AgentLoop
+from groupwise.agents.environments import add_environment_rows
+from groupwise.agents.multi_turn import make_renderer
+from groupwise.agents.tool_loop import make_agent_loop
+from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
+from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
+from groupwise.commands.cli.run_file import RunArguments, read_run
+from groupwise.commands.cli.sources import (
+    check_model,
+    iterative_arguments,
+    load_datasets,
+    trainer_arguments,
+)
+from groupwise.compat.transformers import attention_implementation
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import chosen_backend
+from groupwise.config.settings import card_settings
+from groupwise.config.validation import warnings_of
+from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
+from groupwise.data.prompt_checks import context_length
+from groupwise.errors import ConfigError
+from groupwise.generation.base import check_backend
+from groupwise.policy.introspection import text_config
+from groupwise.policy.loading import load_processing_class
+from groupwise.policy.quantization import check_quantization
+from groupwise.rewards.runtime.loading import check_rewards
+from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
+from groupwise.tokenization.text import end_tokens, text_tokenizer
+
+if TYPE_CHECKING:
+    from groupwise.trainer import GRPOTrainer
+
+_MAX_ROWS = 1000  # rows whose prompt is tokenized
+_SERVER_TIMEOUT = 10.0  # seconds
+_BACKENDS = {
+    "transformers": "transformers generate",
+    "continuous": "transformers continuous batching",
+    "colocate": "vLLM in the trainer's processes",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the report. Returns 1 if a check failed, else 0."""
+    options, rest = _parser().parse_known_args(list(arguments))
+    if options.help:
+        print(_parser().format_help())
+        return 0
+    for name in ("num_processes", "num_prompts", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)}: allowed: 1 or more")
+    report = Report(as_json=options.json)
+    # With --json, stdout has the object alone: rewards and libraries may print.
+    with redirect_stdout(sys.stderr if options.json else sys.stdout):
+        _check_run(options, rest, report)
+    return report.close()
+
+
+def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report) -> None:
+    """Add the findings of all checks to ``report``; later checks need the results of earlier ones."""
+    # Batch sizes are resolved for the number of processes of the run.
+    processes = {"world_size": property(lambda self: options.num_processes)}
+    try:
+        settings, config = read_run(rest, "doctor", type("GRPOConfig", (GRPOConfig,), processes))
+    except ConfigError as error:
+        report.add(fail("settings", text) for text in str(error).split("\n  - ")[1:] or [str(error)])
+        return
+    shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
+    report.add([ok("settings", f"every constraint holds: {shown}")])
+    report.add(warn("settings", message) for message in warnings_of(config))
+    given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings).items()}
+    if settings.iterative is not None:
+        report.attempt(
+            "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
+        )
+    model_config = report.attempt("model", check_model, settings, config)
+    if model_config is not None:
+        report.attempt("model", check_quantization, settings.model, config, None, given["peft_config"])
+        report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
+    # What the constructor of the trainer checks before it loads the model, by its functions.
+    prompts: tuple[list[dict[str, Any]], list[int]] = [], []
+    loop_arguments = given["tools"], given["environment_factory"], given["rollout_func"], config
+    agents = report.attempt("tools", make_agent_loop, *loop_arguments)
+    if agents is not None:
+        if settings.rewards is None or given["reward_funcs"] is not None:  # else reported above
+            rewards = given["reward_funcs"], None, config, agents.reward_funcs
+            report.attempt("reward", check_rewards, *rewards, multi_turn=agents.is_multi_turn)
+        datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report)
+        if datasets is not None and model_config is not None:
+            found = report.attempt("prompts", _check_prompts, settings, config, agents, datasets, report)
+            prompts = found or prompts
+    if not options.no_model and report.failed:
+        report.add([SKIPPED])
+    elif not options.no_model:
+        report.attempt("trial", _trial, settings, config, *prompts, options, report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="groupwise doctor",
+        description="Check a run without training. Accepts the settings of groupwise train "
+        "(--config run.yaml, --field value) and the following.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true")
+    add("--num_processes", type=int, default=1, help="number of processes of the run")
+    add("--json", action="store_true", help="print one JSON object: failed, findings, first")
+    add("--no_model", action="store_true", help="skip the checks that need the model's weights")
+    add("--num_prompts", type=int, default=2, help="number of prompts to sample completions for")
+    add("--max_new_tokens", type=int, default=64, help="maximum tokens per sampled completion")
+    return parser
+
+
+def _check_datasets(
+    settings: RunArguments, config: GRPOConfig, agents: AgentLoop, report: Report
+) -> tuple[Any, Any]:
+    """Load and check the data for training and evaluation; report on the batches.
+
+    Raises:
+        ConfigError: the trainer refuses a dataset.
+    """
+    datasets = add_environment_rows(*load_datasets(settings), agents, config)
+    check_data(*datasets, config)
+    check_backend(config, with_images=has_image_columns(*datasets))
+    report.add(batch_findings(config, len(datasets[0])))
+    return datasets
+
+
+def _check_prompts(
+    settings: RunArguments,
+    config: GRPOConfig,
+    agents: AgentLoop,
+    datasets: tuple[Any, Any],
+    report: Report,
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Check the chat template and all prompts; report on some of them.
+
+    Returns:
+        these rows, and the lengths of their prompts after truncation; none if the environments have the
+        prompts, which only sampling shows.
+
+    Raises:
+        ConfigError: the trainer refuses a prompt or the tokenizer.
+    """
+    processor = load_processing_class(None, settings.model, config)
+    make_renderer(agents, processor, config)
+    as_rendered = None if settings.rollout_func else agents.as_rendered
+    prepare_data(*datasets, config, settings.model, processor, as_rendered)
+    if settings.dataset is None:
+        return [], []
+    train_dataset = datasets[0]
+    stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
+    rows = [train_dataset[i] for i in range(0, len(train_dataset), stride)][:_MAX_ROWS]
+    if len({is_conversational(row["prompt"]) for row in rows}) > 1:
+        report.add([warn("prompts", "some prompts are strings, others are chat messages")])
+    tokenizer = text_tokenizer(processor)  # images are not counted
+    tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
+    kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
+    try:
+        generation: object = GenerationConfig.from_pretrained(settings.model)
+    except OSError:  # models without generation_config.json
+        generation = text_config(settings.model, config)
+    ends = end_tokens(generation, tokenizer)
+    report.add(tokenizer_findings(tokenizer, ends, rows[0]["prompt"], kwargs))
+    progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
+    lengths = [len(tokenize_prompt(tokenizer, row["prompt"], kwargs)) for row in progress]
+    context = context_length(settings.model, config)
+    report.add(length_findings(lengths, config, context and context.tokens, f"{len(rows)} prompts"))
+    return rows, [min(length, config.max_prompt_length or length) for length in lengths]
+
+
+def _trial(
+    settings: RunArguments,
+    config: GRPOConfig,
+    rows: list[dict[str, Any]],
+    lengths: list[int],
+    options: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Sample completions, compute their rewards, and train on the longest row."""
+    from groupwise.commands.cli import trial
+    from groupwise.commands.cli.train import make_trainer
+
+    with tempfile.TemporaryDirectory() as directory:
+        small = trial.trial_config(config, options.max_new_tokens, directory)
+        trainer = make_trainer(settings, small)
+        print(f"sampling {options.num_prompts} x {small.num_generations} completions", file=sys.stderr)
+        prompts = rows or [trainer.train_dataset[i] for i in range(options.num_prompts)]  # type: ignore[index]
+        rollout, seconds = trial.sample(trainer, prompts[: options.num_prompts])
+        longest = max(lengths, default=max(len(ids) for ids in rollout.prompt_ids))
+        report.add(trial.sample_findings(rollout, seconds, config, small.max_completion_length))
+        report.add(trial.reward_findings(trainer, rollout, seconds))
+        print(f"one row of {longest} + {config.max_completion_length} tokens", file=sys.stderr)
+        peak = trial.train_row(trainer, longest, config.max_completion_length)
+        report.add(trial.memory_findings(trainer, config, longest, peak))
+        report.add(_implementations(trainer, config))
+
+
+def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Finding]:
+    """Report device, precision, attention, layout, log-prob head and reference model of the run."""
+    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    yield ok(
+        "device",
+        f"{trainer.accelerator.device}, parameters {dtype}, mixed precision "
+        f"{trainer.accelerator.mixed_precision}, attention "
+        f"{attention_implementation(trainer.model).removeprefix('groupwise_')}",
+    )
+    reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
+    computer = trainer.logprob_computer
+    yield ok(
+        "layout",
+        f"sequence_layout {computer.layout}, logprob_head {computer.head.name}, reference {reference}",
+    )
+
+
+def _sampler(config: GRPOConfig, model_config: PreTrainedConfig) -> Iterable[Finding]:
+    """Report the generation backend; a server must be running and fit the run."""
+    check_backend(config)
+    if (chosen := chosen_backend(config)) != "server":
+        yield ok("sampler", _BACKENDS[chosen])
+        return
+    from groupwise.generation.vllm.client import VLLMServers
+    from groupwise.generation.vllm.preflight import check_servers
+    from groupwise.generation.vllm.server import server_urls
+
+    servers = VLLMServers(server_urls(config), min(config.vllm_server_timeout, _SERVER_TIMEOUT))
+    try:
+        servers.wait_until_up("checking it")
+        for fact in check_servers(servers, model_config, config, None):
+            yield ok(
+                "sampler",
+                f"vLLM server {fact.url}, {fact.model} in {fact.dtype}, at most "
+                f"{fact.max_model_length} tokens, weights by {fact.weight_transfer}",
+            )
+    finally:
+        servers.close()

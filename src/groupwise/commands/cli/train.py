@@ -1,0 +1,58 @@
+"""``groupwise train``: train with the settings of a YAML file and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
+from groupwise.commands.cli.sources import (
+    check_model,
+    iterative_arguments,
+    load_datasets,
+    trainer_arguments,
+)
+from groupwise.commands.iterative.iterative import IterativeGRPO
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.trainer import GRPOTrainer
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train, then save the model and its model card."""
+    settings, config = read_run(arguments, "train")
+    given = config.resume_from_checkpoint
+    resume = True if str(given).lower() == "true" else given
+    if settings.iterative is None:
+        trainer = make_trainer(settings, config)
+        trainer.train(resume_from_checkpoint=resume)
+    else:
+        runner = _build(settings, config, partial(IterativeGRPO, **iterative_arguments(settings)))
+        trainer = runner.trainer
+        runner.train(resume_from_checkpoint=resume)
+    if config.push_to_hub:
+        trainer.push_to_hub(dataset_name=settings.dataset)  # also saves the model
+    else:
+        trainer.save_model()
+        trainer.create_model_card(dataset_name=settings.dataset)
+    return 0
+
+
+def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
+    """Build the trainer of a run; everything that is cheap to check is checked before the model is loaded."""
+    trainer: GRPOTrainer = _build(settings, config, GRPOTrainer)
+    return trainer
+
+
+def _build(settings: RunArguments, config: GRPOConfig, build: Callable[..., Any]) -> Any:
+    arguments = {name: load() for name, load in trainer_arguments(settings).items()}
+    check_model(settings, config)
+    train_dataset, eval_dataset = load_datasets(settings)
+    with as_config_error("setting up"):
+        return build(
+            settings.model,
+            args=config,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **arguments,
+        )

@@ -1,0 +1,1 @@
+"""Iterative GRPO and the training of reward models."""

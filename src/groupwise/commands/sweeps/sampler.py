@@ -1,0 +1,265 @@
+"""One sampler for the completions of many runs: their requests are decoded as one batch.
+
+A row has the adapter, the logits processors, the limits and the random numbers of its run, so that it gets
+the tokens of a run on its own. Axes: P prompts, R rows of the batch, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from groupwise.commands.sweeps.adapters import BatchRuns, RowAdapters, shared_copy
+from groupwise.commands.sweeps.turns import TurnThread
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.cpu import cpu_generation, install_cpu_training
+from groupwise.errors import BackendError, ConfigError
+from groupwise.generation.base import RUN_SETTINGS, ProcessingClass
+from groupwise.generation.decoding import (
+    FINISHED_SHARE,
+    RowSampler,
+    can_decode_groups,
+    decode_groups,
+    group_prompts,
+    keep_autocast_weights,
+)
+from groupwise.generation.transformers_backend import (
+    TransformersBackend,
+    make_backend,
+    without_model_settings,
+)
+from groupwise.generation.truncation import make_recorder
+from groupwise.policy.introspection import CausalLM, evaluation_mode
+from groupwise.records import Completion, SamplingOptions
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+#: Settings and adapters of the runs that share a base model.
+Runs: TypeAlias = "Sequence[tuple[GRPOConfig, PeftConfig]]"
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Completions that a run waits for.
+
+    backend: of the run.
+    prompts: token ids of B rows; the rows of a group are adjacent.
+    sampling: settings of the request.
+    """
+
+    backend: SharedBackend
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingOptions
+
+
+class SharedBackend(TransformersBackend):
+    """Backend of a run whose completions come from the shared sampler; the run pauses until it has them."""
+
+    supports_images = False
+    thread: TurnThread
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
+    ) -> list[Completion]:
+        self.check(sampling)
+        return self.thread.pause(SampleRequest(self, prompts, sampling))
+
+    def padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Return the length that the prompts of a run on its own are padded to."""
+        multiple = self.pad_to_multiple_of or 1
+        return -(-max(map(len, prompts)) // multiple) * multiple
+
+    def check(self, sampling: SamplingOptions = RUN_SETTINGS) -> None:
+        """Raise ConfigError if a setting does not act on each row independently."""
+        if self.stock_decoding or not can_decode_groups(self.model(), self.config_of(sampling)):
+            raise ConfigError(
+                f"run {self.thread.name!r}: the model, its cache or a sampling setting needs the decoding "
+                "loop of transformers, which the shared sampler does not have; train the run on its own"
+            )
+
+
+class _Part:
+    """Rows of a run in the joint batch.
+
+    Args:
+        length: padded length of the prompts of all runs.
+    """
+
+    def __init__(self, model: CausalLM, request: SampleRequest, length: int) -> None:
+        self.request, self.backend = request, request.backend
+        self.prompts, self.copies = group_prompts(request.prompts)  # P distinct prompts of the run
+        self.config = self.backend.config_of(request.sampling)
+        self.recorder = make_recorder(model, self.config)  # None: nothing is truncated
+        self.random = self.backend.thread.random
+        self.rows_R: torch.Tensor  # positions of its rows in the batch
+        self.error: BackendError | None = None
+        pad = self.config.pad_token_id
+        self.input_ids = pad_sequences(self.prompts, pad, left=True, multiple_of=length, device=model.device)
+        lengths = [len(prompt) for prompt in self.prompts]
+        self.mask = length_mask(lengths, length, left=True, device=model.device)
+        # The loop of a run on its own gets its processors and criteria from generate; this one too.
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.mask}
+        model.generate(**inputs, generation_config=self.config, custom_generate=self._keep_sampler)
+
+    def _keep_sampler(
+        self,
+        model: CausalLM,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **_: Any,
+    ) -> torch.Tensor:
+        self.sampler = RowSampler(logits_processor, stopping_criteria, generation_config, self.recorder)
+        return input_ids
+
+    def completions(self, sequences: list[list[int]]) -> list[Completion] | BackendError:
+        """Return the completions of the run from the tokens after the prompts, padded on the right."""
+        if self.error is not None:
+            return self.error
+        limits = self.request.sampling.max_tokens or [self.config.max_new_tokens] * len(sequences)
+        masks = (
+            [None] * len(sequences) if self.recorder is None else self.recorder.completions(len(sequences))
+        )
+        return [
+            self.backend.completion(tokens[:limit], mask)
+            for tokens, limit, mask in zip(sequences, limits, masks, strict=True)
+        ]
+
+
+class _JointSampler(RowSampler):
+    """Sampler of the joint batch: each run samples its own rows, in the order of a run on its own.
+
+    A run draws a random number for every row that its own batch would still have: rows leave by its count of
+    finished rows, and the joint batch is cut once enough rows of all runs have left.
+    """
+
+    def __init__(self, parts: Sequence[_Part], runs: BatchRuns, pad: int) -> None:
+        self.parts, self.runs, self.pad = parts, runs, pad
+        self.num_rows = 0
+
+    def begin(self, rows_R: torch.Tensor) -> None:
+        start, self.num_rows = 0, len(rows_R)
+        for part in self.parts:
+            copies = torch.tensor(part.copies, device=rows_R.device)
+            prompts_R = torch.arange(len(copies), device=rows_R.device).repeat_interleave(copies)
+            part.rows_R = torch.arange(start, start + len(prompts_R), device=rows_R.device)
+            part.sampler.begin(prompts_R)
+            start += len(prompts_R)
+        self.runs.assign(self.runs.runs_R[rows_R])  # until now of the P prompts
+
+    def sample(self, tokens_RS: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
+        next_R = tokens_RS.new_full((len(tokens_RS),), self.pad)
+        for part in self.parts:
+            rows_R = part.rows_R
+            if not len(rows_R):
+                continue
+            try:
+                with part.random():
+                    next_R[rows_R] = part.sampler.sample(tokens_RS[rows_R], logits_RV[rows_R])
+            except BackendError as error:  # logits of this run that are NaN; the others go on
+                part.error, part.rows_R = error, rows_R[:0]
+        return next_R
+
+    def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
+        for part in self.parts:
+            kept_R = part.sampler.rows_to_keep(tokens_RS[part.rows_R]) if len(part.rows_R) else None
+            if kept_R is not None:
+                part.rows_R = part.rows_R[kept_R]
+        remaining_R = torch.cat([part.rows_R for part in self.parts])
+        if len(remaining_R) > (1 - FINISHED_SHARE) * self.num_rows:
+            return None
+        start, self.num_rows = 0, len(remaining_R)
+        for part in self.parts:
+            part.rows_R = torch.arange(start, start + len(part.rows_R), device=remaining_R.device)
+            start += len(part.rows_R)
+        self.runs.assign(self.runs.runs_R[remaining_R])
+        return remaining_R
+
+
+class PolicySampler:
+    """Sampler of the runs that share a base model: our decoding loop, with the adapter of each row's run.
+
+    Args:
+        base: model without adapters.
+        runs: those that the sweep begins with.
+    """
+
+    def __init__(self, base: PreTrainedModel, runs: Runs, processing_class: ProcessingClass) -> None:
+        self.processing_class, self.adapters = processing_class, RowAdapters(shared_copy(base))
+        self.model: Any = self.adapters.model
+
+    def make_backend(self, config: GRPOConfig, adapter: PeftConfig) -> Any:
+        """Return the backend of a run, which gets its ``thread`` before it samples."""
+        return make_backend(lambda: self.adapters.model, config, self.processing_class, kind=SharedBackend)
+
+    def check(self, backend: Any, policy: PeftModel) -> None:
+        """Raise ConfigError if a run cannot be sampled together with others."""
+        backend.check()
+        self.adapters.load({backend.thread.name: policy})  # checks its layers
+        self.adapters.unload()
+
+    def prepare(self, accelerator: Any) -> None:
+        """Give the model the forward pass of the policies, under autocast too."""
+        self.model = accelerator.prepare_model(self.adapters.model, evaluation_mode=True)
+        install_cpu_training([self.model])
+
+    def sample(self, requests: Sequence[Any], policies: Mapping[str, PeftModel]) -> list[Any]:
+        """Return the answer to each run: completions in the order of its prompts, or an exception.
+
+        Args:
+            requests: those with which the runs paused.
+            policies: policies of the same runs, by name.
+        """
+        self.adapters.load(policies)
+        answers = sample_together(self.model, self.adapters.runs, requests)
+        self.adapters.unload()
+        return answers
+
+
+@torch.no_grad()
+def sample_together(
+    model: CausalLM, runs: BatchRuns, requests: Sequence[SampleRequest]
+) -> list[list[Completion] | BackendError]:
+    """Decode the requests of K runs as one batch.
+
+    Args:
+        model: has the adapters of the K runs, see :class:`groupwise.commands.sweeps.adapters.RowAdapters`.
+
+    Returns:
+        completions of each request in the order of its prompts, or the error of a run that diverged.
+    """
+    with ExitStack() as stack:
+        for context in (evaluation_mode, without_model_settings, cpu_generation):
+            stack.enter_context(context(model))
+        stack.enter_context(keep_autocast_weights(model.device))
+        length = max(request.backend.padded_length(request.prompts) for request in requests)
+        parts = [_Part(model, request, length) for request in requests]
+        config = GenerationConfig(
+            max_new_tokens=max(part.config.max_new_tokens for part in parts),
+            do_sample=True,
+            pad_token_id=parts[0].config.pad_token_id,
+            eos_token_id=parts[0].config.eos_token_id,
+            use_cache=True,
+        )
+        counts = torch.tensor([len(part.prompts) for part in parts])
+        runs.assign(torch.arange(len(parts)).repeat_interleave(counts).to(model.device))  # (P,), then (R,)
+        sampler = _JointSampler(parts, runs, config.pad_token_id)
+        copies = [count for part in parts for count in part.copies]
+        loop = partial(decode_groups, copies=copies, make_sampler=lambda *_: sampler)
+        sequences = model.generate(
+            input_ids=torch.cat([part.input_ids for part in parts]),
+            attention_mask=torch.cat([part.mask for part in parts]),
+            generation_config=config,
+            custom_generate=loop,
+        )
+    tokens = iter(sequences[:, length:].tolist())
+    return [part.completions([next(tokens) for _ in part.request.prompts]) for part in parts]

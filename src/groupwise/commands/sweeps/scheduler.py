@@ -1,0 +1,569 @@
+"""Sweep: several configurations trained side by side on one base model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import SaveStrategy
+
+from groupwise.commands.sweeps.adapters import check_adapter, has_finite_adapter, shared_copy
+from groupwise.commands.sweeps.commands import (
+    SavedClone,
+    answer_commands,
+    read_clones,
+    sweep_lock,
+    write_clones,
+)
+from groupwise.commands.sweeps.pruning import HeldOutScores, Pruning
+from groupwise.commands.sweeps.sampler import PolicySampler
+from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
+from groupwise.commands.sweeps.vllm import EngineSampler, ServerSampler, check_settings
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import chosen_backend
+from groupwise.config.settings import OPTIMIZER_STATE, TRAINER_STATE
+from groupwise.data.dataset_checks import has_image_columns
+from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
+from groupwise.generation.base import check_backend
+from groupwise.hf.run_directory import checkpoints
+from groupwise.policy.introspection import has_adapter
+from groupwise.policy.loading import load_policy, load_processing_class
+from groupwise.random_state import preserved_state
+from groupwise.trainer import GRPOTrainer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+logger = logging.getLogger(__name__)
+
+#: Settings of the base model and of its forward passes, which runs that share it must have in common.
+COMMON = (
+    *("model_init_kwargs", "trust_remote_code", "bf16", "fp16", "use_cpu", "use_liger_kernel"),
+    *("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_engine_kwargs"),
+    *("vllm_gpu_memory_utilization", "vllm_max_model_length"),
+)
+#: Settings that runs in one process cannot have, with the value they must have.
+REFUSED: dict[str, Any] = {
+    **{"use_transformers_continuous_batching": False, "vllm_enable_sleep_mode": False},
+    **{"torch_compile": False, "cast_lm_head_to_fp32": False, "deepspeed": None, "fsdp": []},
+    **{"enable_jit_checkpoint": False, "auto_find_batch_size": False},
+}
+#: ``Setting.on_resume`` of settings whose value in a checkpoint acts.
+_OF_CHECKPOINT = (OPTIMIZER_STATE, TRAINER_STATE)
+#: Samplers by the name of the backend that a run on its own has.
+SAMPLERS: dict[str, Any] = {"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
+#: Trackers with a run for each trainer of a process; the others have one for the process.
+TRACKERS = ("none", "tensorboard", "trackio")
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep.
+
+    name: also that of its output directory, in the directory of the sweep.
+    args: configuration.
+    reward_funcs: as in ``GRPOTrainer``.
+    peft_config: its LoRA adapter; None: all weights are trained, after the runs with adapters.
+    status: "waiting" for its first turn, "running", "stopped", "finished" or "failed".
+    error: exception of a failed run.
+    trainer: None before and after the turn of a run without an adapter.
+    state: of its trainer, also after the end.
+    scores: shares of completions that pass, by prompt of the held-out set and by the step of the evaluation.
+    """
+
+    name: str
+    args: GRPOConfig
+    reward_funcs: Any
+    peft_config: PeftConfig | None
+    status: str = "waiting"
+    error: BaseException | None = None
+    trainer: GRPOTrainer | None = None
+    state: TrainerState = field(default_factory=TrainerState)
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    resume_from: str | bool | None = None
+    thread: TurnThread | None = None
+    request: Any = None  # it waits for these completions
+    answer: Any = None  # of its request, for its next turn
+    stop_requested: bool = False
+    clones: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # requested: name and changes
+    learning_rate_factor: float = 1.0  # of a clone, beside the schedule in the checkpoint
+
+    @property
+    def shares_base(self) -> bool:
+        return self.peft_config is not None
+
+    @property
+    def is_active(self) -> bool:
+        return self.status in ("waiting", "running")
+
+    def train(self) -> Any:
+        """Body of the thread: train, and save the last adapter in the output directory."""
+        assert self.trainer is not None
+        result = self.trainer.train(resume_from_checkpoint=self.resume_from)
+        self.trainer.save_model()
+        return result
+
+    def save_step(self) -> None:
+        """Write a checkpoint of the last optimizer step, in the thread that waits to begin the next one."""
+        assert self.thread is not None and self.trainer is not None
+        self.thread.advance(self.trainer.save_last_completed_step)
+
+
+class Sweep:
+    """Runs with different settings on one base model, each an ordinary ``GRPOTrainer``.
+
+    Runs with a LoRA adapter share the frozen weights of the base model and one sampler: a round computes
+    the pending optimizer step of every run, one run at a time, then decodes the completions of all runs as
+    one batch, also in a colocated vLLM engine (``use_vllm``). A vLLM server samples for the others while a
+    run computes. The history of a run is that of the run on its own. Runs without an adapter follow one
+    after the other.
+
+    Args:
+        model: as in ``GRPOTrainer``; a model object without an adapter.
+        reward_funcs: as in ``GRPOTrainer``, or a dictionary of such by run.
+        runs: configurations by name. The output directory of a run is ``<directory of the sweep>/<name>``.
+        train_dataset: as in ``GRPOTrainer``.
+        eval_dataset: the same.
+        processing_class: the same.
+        peft_config: the adapter of all runs, or a dictionary by run, in which None trains all weights.
+        prune: stop runs that are worse than another one on ``eval_dataset``; see :class:`Pruning`.
+
+    Raises:
+        ConfigError: settings that runs in one process cannot have, or that the shared sampler does not
+            support, before anything is loaded; or settings of a run that cannot be trained with.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any,
+        runs: Mapping[str, GRPOConfig],
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: PeftConfig | Mapping[str, PeftConfig | None] | None = None,
+        prune: bool = False,
+    ) -> None:
+        self.model = model
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.runs = {
+            name: SweepRun(name, args, _of_run(reward_funcs, name), _of_run(peft_config, name))
+            for name, args in runs.items()
+        }
+        self.directory = self._check()
+        self.pruning = Pruning(self.runs, reward_funcs, eval_dataset) if prune else None
+        first = next(iter(self.runs.values())).args
+        self.processing_class = load_processing_class(processing_class, model, first)
+        self._rounds, self._saved_clones = 0, dict[str, SavedClone]()
+        shared = [run for run in self.runs.values() if run.shares_base]
+        if shared:
+            self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
+            given = [(run.args, run.peft_config) for run in shared]
+            make = SAMPLERS[chosen_backend(shared[0].args)]
+            self.sampler = make(self._base, given, self.processing_class)
+            for run in shared:
+                self._build(run)
+            self.sampler.prepare(cast(GRPOTrainer, shared[0].trainer).accelerator)
+        if len(shared) < len(self.runs):
+            alone = [run.name for run in self.runs.values() if not run.shares_base]
+            logger.warning("without an adapter, trained one after the other: %s", ", ".join(alone))
+
+    def _check(self) -> Path:
+        """Check what can be checked before anything is loaded; returns the directory of the sweep."""
+        if not self.runs:
+            raise ConfigError(
+                "runs={} is empty; give a configuration by name, such as {'low': GRPOConfig(…)}"
+            )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError("a sweep is one process on one device; start it without accelerate launch")
+        if has_adapter(self.model):
+            raise ConfigError("the model of a sweep has an adapter; pass the base model and peft_config")
+        first, shared = next(iter(self.runs.values())), [run for run in self.runs.values() if run.shares_base]
+        directory = Path(str(first.args.output_dir)).parent
+        for run in self.runs.values():
+            _check_run(run, directory)
+        for name in COMMON:
+            values = {run.name: getattr(run.args, name) for run in shared}
+            if any(value != values[shared[0].name] for value in values.values()):
+                raise ConfigError(f"{name} must be the same for all runs that share a base model: {values}")
+        if shared and has_image_columns(self.train_dataset, self.eval_dataset):
+            raise ConfigError("a dataset has a column of images; the shared sampler samples from text alone")
+        return directory
+
+    def _build(self, run: SweepRun) -> None:
+        """Build the trainer of a run and its thread, which begins with the random state of a run alone."""
+        if run.shares_base:
+            model: Any = shared_copy(self._base)
+            backend = self.sampler.make_backend(run.args, run.peft_config)
+        else:
+            model, backend = self.model if isinstance(self.model, str) else copy.deepcopy(self.model), None
+        run.trainer = GRPOTrainer(
+            model,
+            run.reward_funcs,
+            run.args,
+            self.train_dataset,
+            self.eval_dataset,
+            self.processing_class,
+            peft_config=run.peft_config,
+            backend=backend,
+        )
+        run.thread = TurnThread(run.name, run.train)
+        if backend is not None:
+            backend.thread = run.thread
+            self.sampler.check(backend, _policy(run))
+        for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
+            run.trainer.pop_callback(printed)
+        trainer = run.trainer
+        trainer.evaluation = HeldOutScores(run.scores, lambda: trainer.state.global_step)
+        run.trainer.add_callback(_StepTurns(run))
+
+    # The schedule.
+
+    def run(self, resume_from_checkpoint: bool | None = None) -> dict[str, SweepRun]:
+        """Train all runs to their end; returns them by name.
+
+        A run that fails is reported, and the others go on. The sweep ends when no run is active: stopped runs
+        have a checkpoint then, unless their ``save_strategy`` is "no".
+
+        Args:
+            resume_from_checkpoint: True: every run continues from its newest checkpoint, if it has one.
+
+        Raises:
+            Exception: of the first run, if all runs failed.
+        """
+        with preserved_state(), preserved_accelerate(), sweep_lock(self.directory):
+            try:
+                self._saved_clones = self._resume() if resume_from_checkpoint else {}
+                write_clones(self.directory, self._saved_clones)
+                while any(run.is_active for run in self.runs.values()):
+                    self._compute_round()
+                    answer_commands(self.directory, self._execute)
+            finally:
+                for run in self.runs.values():
+                    if run.thread is not None:
+                        run.thread.close()
+        failed = [run for run in self.runs.values() if run.error is not None]
+        if len(failed) == len(self.runs):
+            raise cast(BaseException, failed[0].error)
+        return self.runs
+
+    def _resume(self) -> dict[str, SavedClone]:
+        """Let every run continue from its newest checkpoint, clones too; returns the clones of the file."""
+        for run in self.runs.values():
+            if checkpoints(Path(str(run.args.output_dir))):
+                run.resume_from = True
+        saved = read_clones(self.directory)
+        for name, clone in saved.items():
+            if name in self.runs:  # the settings of the sweep have it now
+                continue
+            try:
+                start: str | bool | None = bool(checkpoints(self.directory / name)) or clone.checkpoint
+                if isinstance(start, str) and not Path(start).is_dir():
+                    raise ConfigError(f"it has no checkpoint, and that of its source, {start!r}, is gone")
+                self._add_clone(self._find(clone.source), name, clone.changes, start)
+            except GroupwiseError as error:
+                logger.error("clone %r of %r does not continue: %s", name, clone.source, error)
+        return saved
+
+    def _compute_round(self) -> None:
+        """Advance the runs with adapters to their next completions; without any, another run by a step."""
+        for run in [run for run in self.runs.values() if run.status == "stopped"]:
+            self._start_clones(run)
+        active = [run for run in self.runs.values() if run.is_active and run.shares_base]
+        if not active:
+            run = next(run for run in self.runs.values() if run.is_active)
+            if run.trainer is None:
+                self._build(run)
+            self._advance(run)
+        for run in active:
+            while run.is_active and run.request is None:
+                self._advance(run)
+        waiting = [run for run in active if run.request is not None]
+        for run in [run for run in waiting if not has_finite_adapter(_policy(run))]:
+            error = BackendError("the adapter's weights are NaN or infinite, so no token can be sampled")
+            run.request, run.answer = None, error
+            waiting.remove(run)
+        if waiting:
+            policies = {run.name: _policy(run) for run in waiting}
+            answers = self.sampler.sample([run.request for run in waiting], policies)
+            for run, answer in zip(waiting, answers, strict=True):
+                run.request, run.answer = None, answer
+        self._prune()
+        self._rounds += 1
+        print(self.table_line(), flush=True)
+
+    def _advance(self, run: SweepRun) -> None:
+        """Give a turn to a run, until it asks for completions, begins an optimizer step or ends."""
+        thread, trainer = cast(TurnThread, run.thread), cast(GRPOTrainer, run.trainer)
+        run.status = "running"
+        answer, run.answer = run.answer, None
+        run.request = thread.advance(answer)
+        run.state = trainer.state
+        if thread.has_ended:
+            run.error = None if isinstance(thread.error, ClosedError) else thread.error
+            run.status = "finished" if run.error is None else "failed"
+            if run.error is not None:
+                logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
+            for name, _ in run.clones:
+                logger.error(
+                    "run %r was not started: %r ended before its next optimizer step", name, run.name
+                )
+            run.clones = []
+            if not run.shares_base:
+                run.trainer = None  # the next one needs the memory
+        elif run.request is None:  # at the beginning of a step
+            self._start_clones(run)
+            if run.stop_requested:
+                run.save_step()
+                run.status, run.stop_requested = "stopped", False
+
+    def _start_clones(self, run: SweepRun) -> None:
+        """Start the requested copies of a run that is at the beginning of an optimizer step."""
+        requested, run.clones = run.clones, []
+        for name, changes in requested:
+            start = None  # it starts as the run did
+            if step := run.state.global_step:
+                run.save_step()
+                start = str(checkpoints(Path(str(run.args.output_dir)))[step])
+            self._add_clone(run, name, changes, start)
+            if self.runs[name].error is None:
+                self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
+                write_clones(self.directory, self._saved_clones)
+
+    def _add_clone(
+        self, run: SweepRun, name: str, changes: Mapping[str, Any], start: str | bool | None
+    ) -> None:
+        """Build a copy of a run with changes.
+
+        Args:
+            start: checkpoint of ``run``; True: the newest one of the copy; None: the beginning.
+        """
+        clone = self.runs[name] = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
+        clone.resume_from = start
+        try:
+            clone.args = self._clone_settings(run, name, changes)
+            if isinstance(start, str):
+                clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
+            self._build(clone)
+            cast(GRPOTrainer, clone.trainer).applied_on_resume = {"learning_rate"}
+        except GroupwiseError as error:
+            clone.status, clone.error = "failed", error
+            logger.error("run %r was not started: %s", name, error)
+
+    def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
+        """Return the settings of a run with changes; call it in the thread of the scheduler."""
+        own = {"output_dir": str(self.directory / name), "run_name": name}
+        try:
+            with preserved_accelerate():
+                args = replace(run.args, **{**own, **changes})
+        except GroupwiseError:
+            raise
+        except Exception as error:  # transformers raises many types for values that it does not know
+            raise ConfigError(f"settings of run {name!r}: {error}") from error
+        _check_run(SweepRun(name, args, run.reward_funcs, run.peft_config), self.directory)
+        if 0 < args.max_steps <= run.state.global_step:
+            raise ConfigError(
+                f"run {name!r} has max_steps={args.max_steps}, and {run.name!r} is at step "
+                f"{run.state.global_step} already; nearest valid: {run.state.global_step + 1}"
+            )
+        return args
+
+    def table_line(self) -> str:
+        """Return a line with step and newest reward of every run."""
+        cells = []
+        for run in self.runs.values():
+            rewards = [log["reward"] for log in run.state.log_history if "reward" in log]
+            reward = f"{rewards[-1]:.3f}" if rewards else "-"
+            status = "" if run.status == "running" else f" {run.status}"
+            cells.append(f"{run.name} {run.state.global_step}: {reward}{status}")
+        return f"{self._rounds:>5}  " + "  ".join(f"{cell:<{len(cell.split(':')[0]) + 8}}" for cell in cells)
+
+    def _prune(self) -> None:
+        """Stop the runs that are worse than the leader, once all runs have the scores of an evaluation."""
+        if self.pruning is None:
+            return
+        active = [run.name for run in self.runs.values() if run.is_active]
+        for found in self.pruning.losing_runs({name: run.scores for name, run in self.runs.items()}, active):
+            logger.warning("%s; the run is stopped", found)
+            self.stop(found.name)
+
+    # Controls, from Python (a callback, another thread) and from another process.
+
+    def stop(self, name: str) -> str:
+        """Stop a run at the beginning of its next optimizer step; it keeps its state and a checkpoint.
+
+        Raises:
+            ConfigError: no such run, or it is not active.
+        """
+        run = self._find(name)
+        if not run.is_active:
+            raise ConfigError(f"run {name!r} is {run.status}; only an active run can be stopped")
+        run.stop_requested = True
+        return f"{name} stops after optimizer step {run.state.global_step} or the one that is computed"
+
+    def resume(self, name: str) -> str:
+        """Continue a stopped run exactly where it was stopped.
+
+        Raises:
+            ConfigError: no such run, or it is not stopped.
+        """
+        run = self._find(name)
+        if run.status != "stopped" and not run.stop_requested:
+            raise ConfigError(f"run {name!r} is {run.status}; only a stopped run can be resumed")
+        run.stop_requested = False
+        if run.status == "stopped":
+            run.status = "running"
+        return f"{name} continues at optimizer step {run.state.global_step}"
+
+    def clone(self, name: str, new_name: str, **changes: Any) -> str:
+        """Start a copy of a run at its next optimizer step: its adapter and optimizer, with changed settings.
+
+        The copy resumes from a checkpoint of the run, so that a copy without changes has the same history.
+
+        Args:
+            changes: fields of ``GRPOConfig``.
+
+        Raises:
+            ConfigError: no such run, or it cannot be copied; or a name or a change that is not allowed. The
+                values are checked when the copy starts: with invalid ones it is a failed run.
+        """
+        return self._request_clone(name, new_name, changes)
+
+    def _request_clone(self, name: str, new_name: str, changes: dict[str, Any]) -> str:
+        run = self._find(name)
+        if not run.shares_base or run.status not in ("waiting", "running", "stopped"):
+            raise ConfigError(f"run {name!r} ({run.status}): only an active run with an adapter is cloned")
+        if run.args.save_strategy == SaveStrategy.NO:
+            raise ConfigError(f"run {name!r} has save_strategy='no'; a clone starts from its checkpoint")
+        taken = [*self.runs, *(new for other in self.runs.values() for new, _ in other.clones)]
+        if new_name in taken or not _is_name(new_name):
+            raise ConfigError(f"{new_name!r} is not a new name of a directory; taken: {', '.join(taken)}")
+        allowed = {item.name for item in fields(GRPOConfig) if item.init} - {*COMMON, "output_dir"}
+        for key in changes:
+            if key == "learning_rate":  # scaled in the restored optimizer
+                continue
+            if key == "output_dir":
+                raise ConfigError(f"'output_dir' cannot be changed: it is {str(self.directory / new_name)!r}")
+            if key in (*COMMON, "rewards", "lora", "model", "dataset"):
+                raise ConfigError(f"{key!r} cannot be changed: the clone has that of {name!r}")
+            if key in GRPOConfig.SETTINGS and GRPOConfig.SETTINGS[key].on_resume in _OF_CHECKPOINT:
+                raise ConfigError(
+                    f"{key!r} cannot be changed: the clone continues with the state in the checkpoint of "
+                    f"{name!r}; of the optimizer, learning_rate alone can change"
+                )
+            if key not in allowed:
+                raise ConfigError(f"{key!r} is no setting; nearest: {nearest_name(key, allowed)!r}")
+        run.clones.append((new_name, changes))
+        return f"{new_name} starts from the state of {name} at its next optimizer step"
+
+    def _find(self, name: str) -> SweepRun:
+        if name not in self.runs:
+            nearest = nearest_name(name, self.runs)
+            raise ConfigError(f"no run {name!r}; allowed: {', '.join(self.runs)}; nearest: {nearest!r}")
+        return self.runs[name]
+
+    def _execute(self, command: dict[str, Any]) -> str:
+        """Execute a command of another process."""
+        action, name, changes = command["action"], command["name"], command.get("changes", {})
+        if action == "clone":
+            answer = self._request_clone(name, command["new_name"], changes)
+            try:
+                self._clone_settings(self.runs[name], command["new_name"], changes)
+            except GroupwiseError:
+                self.runs[name].clones.pop()
+                raise
+            return answer
+        return {"stop": self.stop, "resume": self.resume}[action](name)
+
+
+class _StepTurns(TrainerCallback):
+    """End the turn of a run at the beginning of each optimizer step; the scheduler may answer with a call."""
+
+    def __init__(self, run: SweepRun) -> None:
+        self.thread, self.factor = cast(TurnThread, run.thread), run.learning_rate_factor
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Scale the learning rate of a clone: optimizer and schedule were loaded with that of its source."""
+        for group in kwargs["optimizer"].param_groups:
+            for name in ("lr", "initial_lr"):
+                if name in group:
+                    group[name] *= self.factor
+        schedule = kwargs["lr_scheduler"].state_dict()
+        for name in ("base_lrs", "_last_lr"):
+            if name in schedule:
+                schedule[name] = [rate * self.factor for rate in schedule[name]]
+        kwargs["lr_scheduler"].load_state_dict(schedule)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        while (call := self.thread.pause()) is not None:
+            call()
+
+
+def _policy(run: SweepRun) -> PeftModel:
+    return cast("PeftModel", cast(GRPOTrainer, run.trainer).model)
+
+
+def _of_run(value: Any, name: str) -> Any:
+    """Return the value of a run from a dictionary by run, or the value of all runs."""
+    return value.get(name) if isinstance(value, Mapping) else value
+
+
+def _is_name(name: str) -> bool:
+    """Return True for the name of a directory of its own beside the files of the sweep."""
+    return name == Path(name).name and not name.startswith((".", "_")) and bool(name)
+
+
+def _check_run(run: SweepRun, directory: Path) -> None:
+    """Check the name and the settings of one run.
+
+    Raises:
+        ConfigError: naming the run and the setting.
+    """
+    args = run.args
+    if not _is_name(run.name):
+        raise ConfigError(
+            f"the name of run {run.name!r} must be that of a directory, without / and with another first "
+            "character than . and _"
+        )
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(f"run {run.name!r} is a {type(args).__name__}; it must be a groupwise.GRPOConfig")
+    if Path(str(args.output_dir)) != directory / run.name:
+        raise ConfigError(
+            f"run {run.name!r} has output_dir={str(args.output_dir)!r}; the runs of a sweep have one "
+            f"directory each in that of the sweep: {str(directory / run.name)!r}"
+        )
+    trackers = [name for name in args.report_to or () if name not in TRACKERS]
+    if trackers:
+        raise ConfigError(
+            f"run {run.name!r} has report_to={trackers[0]!r}, which has one run per process; "
+            f"allowed: {', '.join(TRACKERS)}"
+        )
+    if run.peft_config is not None:
+        check_adapter(run.name, run.peft_config)
+        for name, allowed in REFUSED.items():
+            if (getattr(args, name) or None) != (allowed or None):
+                raise ConfigError(
+                    f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base "
+                    f"model cannot have; train it on its own, or set {name}={allowed!r}"
+                )
+        check_settings(run.name, args)
+        check_backend(args)

@@ -1,1 +1,0 @@
-"""Training procedures around the trainer (iterative GRPO), and adapters of environment libraries."""

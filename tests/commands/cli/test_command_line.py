@@ -1,0 +1,227 @@
+"""The command line: valid and invalid input, and its error messages.
+
+Files: ``cli.py``, ``commands/cli/environment.py``, ``commands/cli/sources.py``, ``commands/cli/train.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.commands.cli import COMMANDS, main
+from groupwise.commands.cli.run_file import read_run
+from groupwise.commands.cli.sources import load_datasets, load_rows, resolve_reward
+from groupwise.errors import ConfigError
+
+
+def test_help_and_mistyped_commands_load_nothing_heavy():
+    code = (
+        "import sys; from groupwise.commands.cli import main\n"
+        "codes = [main([]), main(['--help']), main(['trian'])]; "
+        "print(codes, [m for m in ('torch', 'transformers', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2] []"
+    assert "nearest: train" in done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_a_run_trains_and_saves_a_model_with_a_card(run_file, capsys):
+    assert main(["train", "--config", run_file(), "--learning_rate", "1e-3", "--max-steps", "2"]) == 0
+    written = {path.name for path in Path("out").iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= written
+    card = Path("out/README.md").read_text()
+    assert "| learning_rate | 0.001 |" in card and "| max_steps | 2 |" in card
+    assert "my_rewards" not in capsys.readouterr().err
+
+
+def test_a_run_resumes(run_file):
+    path = run_file(save_strategy="steps", save_steps=1)
+    assert main(["train", "--config", path]) == 0
+    resumed = ["--resume_from_checkpoint", "true", "--max_steps", "2"]
+    assert main(["train", "--config", path, *resumed]) == 0
+    state = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())
+    assert [log["step"] for log in state["log_history"]] == [1, 2]
+
+
+def test_a_run_iterates_and_trains_its_reward_model(run_file, tmp_path):
+    from support.iterative_runs import reward_model
+    from support.runs import tokenizer
+
+    reward_model(vocab_size=32).save_pretrained(tmp_path / "judge")
+    tokenizer().save_pretrained(tmp_path / "judge")
+    loop = {"iterations": 2, "reward_prompts": 2, "label_func": "my_rewards:even"}
+    given = {"rewards": str(tmp_path / "judge"), "max_steps": 2, "beta": 0.1, "iterative": loop}
+    assert main(["train", "--config", run_file(**given)]) == 0
+    assert {path.name for path in Path("out").glob("reward-model-*")} == {
+        *("reward-model-0", "reward-model-1", "reward-model-2")
+    }
+    assert Path("out/README.md").is_file()
+    assert main(["train", "--config", run_file(**given), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
+
+
+def test_a_run_trains_an_adapter(run_file):
+    assert main(["train", "--config", run_file(lora={"r": 2, "target_modules": ["q_proj"]})]) == 0
+    assert Path("out/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"num_generation": 4}, [], "unknown key 'num_generation'; nearest: 'num_generations'"),
+        (
+            {"reward_funcs": "x"},
+            [],
+            "rewards='my_rewards:even' and ['x'] of TRL's keys contradict each other",
+        ),
+        ({}, ["--betta", "0.1"], "unknown flag '--betta'; nearest: '--beta'"),
+        ({}, ["--max-step=1"], "unknown flag '--max-step'; nearest: '--max_steps'"),
+        ({}, ["--num_gen", "4"], "unknown flag '--num_gen'"),
+        ({}, ["0.1"], "'0.1' is not the value of a flag"),
+        ({}, ["--beta", "much"], "invalid float value: 'much'"),
+        ({"loss_type": "grop"}, [], "nearest valid: 'grpo'"),
+        ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
+        ({"model": ...}, [], "model is missing"),
+        ({"dataset": ...}, [], "dataset is missing"),
+        ({"model": "no/such-model-here"}, [], "model 'no/such-model-here'"),
+        ({"dataset": "none.jsonl"}, [], "no such file"),
+        ({"dataset": "my_rewards.py"}, [], "allowed: .json, .jsonl, .csv, .parquet"),
+        ({"rewards": ...}, [], "reward_funcs is missing"),
+        ({"rewards": "acuracy_reward"}, [], "nearest: 'accuracy_reward'"),
+        ({"rewards": "get_cosine_scaled_reward"}, [], "{get_cosine_scaled_reward: {argument: value}}"),
+        ({"rewards": "my_rewards:evn"}, [], "module 'my_rewards' has no 'evn'; nearest: 'even'"),
+        ({"rewards": "my_reward:even"}, [], "no module 'my_reward' in"),
+        (
+            {"rewards": [{"my_rewards:with_threshold": {"limit": 3}}]},
+            [],
+            "unexpected keyword argument 'limit'",
+        ),
+        ({"rewards": "my_rewards:not_a_number"}, [], "reward function 'not_a_number' returned nan"),
+        ({"eval_strategy": "steps"}, [], "needs an eval_dataset"),
+        ({"eval_strategy": "sometimes"}, [], "sometimes is not a valid IntervalStrategy"),
+        ({"lora": "r=4"}, [], "lora='r=4' is not a mapping"),
+        ({"lora": {"rank": 4}}, [], "lora has the unknown key 'rank'; nearest: "),
+    ],
+)
+def test_invalid_input_is_reported_without_a_traceback(run_file, capfd, changes, flags, message):
+    assert main(["train", "--config", run_file(**changes), *flags]) == 2
+    shown = capfd.readouterr().err
+    assert "groupwise: error: " in shown and message in shown
+    assert "Traceback" not in shown
+
+
+def test_the_traceback_is_shown_on_request(run_file, capfd):
+    assert main(["train", "--config", run_file(loss_type="grop"), "--traceback"]) == 2
+    shown = capfd.readouterr().err
+    assert "Traceback" in shown and "groupwise: error: " in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "contains NoneType"),
+        ("- a\n- b\n", "contains list"),
+        ("a: [1", "reading"),
+        (None, "no such file"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_run(["--config", str(path)], "train")
+
+
+def test_numbers_that_yaml_reads_as_text_become_numbers(run_file, tmp_path):
+    path = Path(run_file())
+    path.write_text(path.read_text() + "learning_rate: 1e-5\nepsilon: 1e-1\nweight_decay: 1e-2\n")
+    _, config = read_run(["--config", str(path)], "train")
+    assert (config.learning_rate, config.epsilon, config.weight_decay) == (1e-5, 0.1, 0.01)
+
+
+def test_flags_alone_describe_a_run(run_file, tiny):
+    flags = [
+        "--model",
+        str(tiny),
+        "--dataset=rows.jsonl",
+        "--rewards",
+        "my_rewards:even",
+        "think_format_reward",
+    ]
+    flags += ["--output_dir", "out", "--use_cpu", "--bf16", "false", "--no_shuffle_dataset"]
+    flags += [
+        "--model_init_kwargs",
+        '{"dtype": "float32"}',
+        "--lora",
+        '{"r": 4}',
+        "--reward_weights",
+        "1",
+        "0.5",
+    ]
+    run, config = read_run(flags, "train")
+    assert (run.model, run.rewards) == (str(tiny), ["my_rewards:even", "think_format_reward"])
+    assert run.lora == {"r": 4} and config.model_init_kwargs == {"dtype": "float32"}
+    assert (config.shuffle_dataset, config.use_cpu, config.bf16) == (False, True, False)
+    assert config.reward_weights == [1.0, 0.5]
+
+
+def test_rewards_by_name_path_arguments_and_model(run_file):
+    from groupwise.rewards import think_format_reward
+
+    run_file()
+    assert resolve_reward("think_format_reward") is think_format_reward
+    assert resolve_reward("my_rewards:even")(completion_ids=[[2, 3, 4]]) == [2.0]
+    made = resolve_reward({"my_rewards:with_threshold": {"threshold": 1}})
+    assert made(completion_ids=[[1], [1, 2]]) == [0.0, 1.0]
+    punish = {"get_soft_overlong_punishment": {"max_completion_len": 4, "soft_punish_cache": 2}}
+    assert resolve_reward(punish)(completion_ids=[[0] * 2, [0] * 3, [0] * 4]) == [0.0, -0.5, -1.0]
+    assert resolve_reward("someone/reward-model") == "someone/reward-model"
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "saved"])
+def test_rows_of_files_and_directories(tmp_path, kind):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"prompt": ["a", "b"], "row": [1, 2]})
+    path = tmp_path / f"rows.{kind}"
+    writers = {
+        "json": rows.to_json,
+        "csv": rows.to_csv,
+        "parquet": rows.to_parquet,
+        "saved": rows.save_to_disk,
+    }
+    writers[kind](str(path))
+    loaded = load_rows(str(path), "train")
+    assert loaded["prompt"] == ["a", "b"] and loaded["row"] == [1, 2]
+
+
+def test_the_evaluation_set_may_be_a_file_or_a_split(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    from groupwise.commands.cli.run_file import RunArguments
+
+    one, two = Dataset.from_dict({"prompt": ["a"]}), Dataset.from_dict({"prompt": ["b"]})
+    DatasetDict(train=one, held_out=two).save_to_disk(str(tmp_path / "both"))
+    two.to_json(tmp_path / "two.jsonl")
+    both, file = str(tmp_path / "both"), str(tmp_path / "two.jsonl")
+    assert load_datasets(RunArguments("m", both))[1] is None
+    assert load_datasets(RunArguments("m", both, eval_split="held_out"))[1]["prompt"] == ["b"]
+    assert load_datasets(RunArguments("m", both, eval_dataset=file))[1]["prompt"] == ["b"]
+    with pytest.raises(ConfigError, match="held_aut"):
+        load_datasets(RunArguments("m", both, eval_split="held_aut"))
+
+
+def test_env_names_versions(capsys):
+    import torch
+
+    assert main(["env"]) == 0
+    shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert shown["torch"].strip() == torch.__version__
+    assert {"groupwise", "transformers", "python", "processor cores", "memory", "bfloat16"} <= set(shown)

@@ -1,0 +1,264 @@
+"""The doctor reports what would fail, and valid runs pass.
+
+Files: ``commands/cli/checks.py``, ``commands/cli/findings.py``, ``commands/cli/trial.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support import runs
+
+from groupwise import GRPOConfig
+from groupwise.commands.cli import findings, main
+from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
+from groupwise.commands.cli.trial import trial_config
+
+
+def config(**changes) -> GRPOConfig:
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "use_cpu": True, "bf16": False}
+    return GRPOConfig("out", **{**settings, **changes})
+
+
+def texts(findings, status: str) -> list[str]:
+    return [finding.text for finding in findings if finding.status == status]
+
+
+def test_a_valid_run_has_no_findings(run_file, capfd):
+    assert main(["doctor", "--config", run_file(rewards=["my_rewards:even", "my_rewards:undecided"])]) == 0
+    shown = " ".join(capfd.readouterr().out.split())  # lines are cut to the width of the terminal
+    assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown
+    assert "8 prompts, 8 optimizer steps per epoch, 1 in all" in shown
+    assert "longest prompt and completion: 8 of 128 positions" in shown
+    assert "every constraint holds: learning_rate=1e-06" in shown and "loss_type=dapo" in shown
+    assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
+    assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
+    assert "sequence_layout shared_prefix, logprob_head chunked, reference none (beta=0)" in shown
+    assert "activations of the longest row (2 + 6 tokens)" in shown
+    assert shown.rpartition("(beta=0) ")[2].startswith("0 problem(s)")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9}, [], "no vLLM server was ready"),
+        ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
+        (
+            {"num_generations": 8},
+            ["--num_processes", "3"],
+            "generation_batch_size 24, or num_generations 6 or 12",
+        ),
+        ({"dataset": "none.jsonl"}, [], "no such file"),
+        ({"rewards": "my_rewards:evn"}, [], "nearest: 'even'"),
+        ({"model": "no/such-model-here"}, [], "no/such-model-here"),
+        ({"max_completion_length": 127}, [], "row 0: the prompt has 2 tokens, but a context of 128"),
+        (
+            {"gradient_accumulation_steps": 9},
+            [],
+            "train_dataset has 8 prompts, but one generation batch takes 9",
+        ),
+        ({"dataset": "empty.jsonl"}, [], "train_dataset, row 1: the prompt is empty"),
+        ({"rewards": "my_rewards:not_a_number"}, [], "returned nan"),
+        ({"router_aux_loss_coef": 0.1}, [], "has no expert router"),
+        ({"tools": "my_rewards:untyped"}, ["--no_model"], "tool 'untyped' cannot be described to the model"),
+        ({"rewards": ...}, ["--no_model"], "reward_funcs is missing"),
+        ({"dataset": "tasks.jsonl"}, ["--no_model"], "no 'prompt' column"),
+        (
+            {"model_init_kwargs": {"quantization_config": {"load_in_4bit": True}}},
+            ["--no_model"],
+            "quantized by bitsandbytes to 4 bits and has no adapter",
+        ),
+    ],
+)
+def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, message):
+    monkeypatch.setattr("groupwise.commands.cli.doctor._SERVER_TIMEOUT", 0.5)
+    assert main(["doctor", "--config", run_file(**changes), *flags]) == 1
+    shown = " ".join(capfd.readouterr().out.split())
+    assert message in shown and "fail" in shown
+
+
+def test_the_report_is_json_and_nothing_else_is_on_stdout(run_file, capfd):
+    flags = ["--json", "--no_model"]
+    assert (
+        main(["doctor", "--config", run_file(beta=0.0, ref_model_sync_steps=7, num_generations=3), *flags])
+        == 1
+    )
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["failed"] is True and shown["first"] == shown["findings"][:1]
+    assert shown["first"][0]["status"] == "fail" and "num_generations 2 or 4" in shown["first"][0]["text"]
+    assert main(["doctor", "--config", run_file(rewards=["my_rewards:even"]), "--json"]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["failed"] is False and {one["subject"] for one in shown["findings"]} >= {
+        "settings",
+        "reward",
+    }
+
+
+def test_problems_come_before_warnings_in_what_to_change_first(capsys):
+    found = findings.Report()
+    found.add(
+        [findings.warn("a", "1"), findings.ok("b", "2"), findings.fail("c", "3"), findings.warn("d", "4")]
+    )
+    found.add([findings.fail("e", "5")])
+    assert found.close() == 1
+    end = capsys.readouterr().out.partition("Change first:\n")[2]
+    assert [line.split() for line in end.splitlines()] == [
+        ["fail", "c", "3"],
+        ["fail", "e", "5"],
+        ["warn", "a", "1"],
+    ]
+
+
+def test_every_wrong_setting_is_a_finding_of_its_own(run_file, capsys):
+    wrong = {"learning_rate": -1, "beta": -1, "temperature": 0, "loss_type": "gpro"}
+    assert main(["doctor", "--config", run_file(**wrong), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["findings"]) == 4 and len(found["first"]) == 3
+    assert {one["text"].split("=")[0] for one in found["findings"]} == wrong.keys()
+
+
+def test_a_check_that_was_skipped_is_nothing_to_change(run_file, capsys):
+    assert main(["doctor", "--config", run_file(lora={"use_dorra": True}), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["text"] for one in found["first"]] == [
+        "lora has the unknown key 'use_dorra'; nearest: 'use_dora'"
+    ]
+    assert "skipped" in found["findings"][-1]["text"]
+
+
+@pytest.mark.parametrize("name", ["num_prompts", "num_processes", "max_new_tokens"])
+def test_sizes_of_the_trial_are_positive(name, run_file, capsys):
+    assert main(["doctor", "--config", run_file(), f"--{name}", "0"]) == 2
+    assert f"--{name} 0: allowed: 1 or more" in capsys.readouterr().err
+
+
+def test_settings_without_effect_are_a_warning(run_file, capfd):
+    assert main(["doctor", "--no_model", "--config", run_file(entropy_target=0.3)]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "warn settings entropy_target=0.3 has no effect unless use_adaptive_entropy=True" in shown
+
+
+def test_rows_of_environments_need_no_prompt(run_file, capfd):
+    path = run_file(dataset="tasks.jsonl", environment="my_rewards:Room")
+    assert main(["doctor", "--no_model", "--config", path]) == 0
+    assert "8 prompts, 8 optimizer steps per epoch" in " ".join(capfd.readouterr().out.split())
+
+
+def test_continuous_batching_is_a_sampler(run_file, capfd):
+    path = run_file(use_transformers_continuous_batching=True)
+    assert main(["doctor", "--no_model", "--config", path]) == 0
+    assert "transformers continuous batching" in capfd.readouterr().out
+
+
+def test_constant_rewards_are_a_warning(run_file, capfd):
+    assert main(["doctor", "--config", run_file(rewards="my_rewards:constant")]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "constant: constant, mean 1, from 1 to 1" in shown
+    assert "0 of 2 sampled groups have rewards that differ" in shown
+
+
+def test_without_the_model_nothing_is_sampled(run_file, capfd, monkeypatch):
+    monkeypatch.setattr("groupwise.commands.cli.trial.sample", None)
+    assert main(["doctor", "--no_model", "--config", run_file()]) == 0
+    assert not re.search(r"(ok|warn|fail) +sampling", capfd.readouterr().out)
+
+
+def test_the_arithmetic_of_several_processes(run_file, capfd):
+    flags = ["--num_processes", "2", "--no_model"]
+    assert main(["doctor", "--config", run_file(steps_per_generation=2, num_iterations=2), *flags]) == 0
+    shown = capfd.readouterr().out
+    # 4 x 2 x 2 = 16 completions for 4 prompts; 2 micro-batches, each used twice, one per optimizer step.
+    assert "16 completions at a time = 4 per device x 2 process(es) x 2 micro-batch(es) = 4 prompt(s)" in (
+        " ".join(shown.split())
+    )
+    assert "a generation batch is used in 4 optimizer steps" in shown
+    assert "8 prompts, 8 optimizer steps per epoch" in shown
+
+
+def test_the_trial_of_any_run_is_small_and_without_side_effects(tmp_path):
+    run = config(
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_timeout=5.0,
+        rollout_staleness=1,
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        per_device_eval_batch_size=4,
+        save_steps=7,
+        push_to_hub=True,
+        log_completions=True,
+        max_completion_length=512,
+        report_to=["tensorboard"],
+    )
+    small = trial_config(run, 16, str(tmp_path))
+    assert (small.use_vllm, small.push_to_hub, small.log_completions, small.report_to) == (False,) * 3 + ([],)
+    assert (small.save_strategy, small.eval_strategy) == ("no", "no")
+    assert (small.generation_batch_size, small.max_completion_length) == (4, 16)
+    assert (small.loss_type, small.world_size) == (run.loss_type, 1)
+
+
+def test_prompts_that_fill_no_batch_are_named():
+    found = list(batch_findings(config(gradient_accumulation_steps=3), prompts=8))
+    # 3 prompts a batch: two batches an epoch, two prompts left.
+    assert "8 prompts, 2 optimizer steps per epoch, 6 in all (3 epochs)" in found[2].text
+    assert found[3].text.startswith("2 prompt(s)")
+
+
+def test_strings_among_chats_are_a_warning(run_file, capfd):
+    path = run_file(dataset="chats.jsonl")
+    assert main(["doctor", "--no_model", "--config", path]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "warn prompts some prompts are strings, others are chat messages" in shown
+
+
+def test_lengths_against_limits():
+    lengths = [1] * 10 + [5] * 9 + [90]
+    (found,) = length_findings(lengths, config(), None, "20 prompts")
+    assert found.text == "tokens of 20 prompts: min 1, median 5, 95% 90, max 90"
+    cut = list(length_findings(lengths, config(max_prompt_length=4), 300, "them"))
+    assert texts(cut, "warn") == [
+        "max_prompt_length=4 truncates 10 of 20 from the left; no truncation from 90 on"
+    ]
+    assert texts(cut, "ok")[1] == "longest prompt and completion: 260 of 300 positions"
+
+
+CHAT = [{"role": "user", "content": "w1"}]
+CLOSED = (
+    "{% for m in messages %}<user> {{ m['content'] }} %s {% endfor %}"
+    "{% if add_generation_prompt %}<user> {% endif %}"
+)
+
+
+def test_tokenizers():
+    tokenizer = runs.tokenizer()
+    assert not texts(tokenizer_findings(tokenizer, [1], "w1", {}), "fail")
+    assert "no completion can end" in texts(tokenizer_findings(tokenizer, [], "w1", {}), "fail")[0]
+    assert "ends prompts" in texts(tokenizer_findings(tokenizer, [1], "w1 <eos>", {}), "fail")[0]
+
+
+def test_templates():
+    tokenizer = runs.tokenizer()
+    tokenizer.chat_template = CLOSED.replace("%s", "<eos>")
+    assert not texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")
+    tokenizer.chat_template = CLOSED.replace("%s", "w3")
+    assert "run to the length limit" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    assert "no effect" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
+
+
+def test_the_table_wraps():
+    rows = [findings.ok("one", "a b"), findings.warn("two", "word " * 12), findings.fail("three", "x\ny")]
+    shown = findings.table(rows, width=51)
+    assert shown == (
+        "ok    one            a b\n"
+        "warn  two            word word word word word word\n"
+        "                     word word word word word word\n"
+        "fail  three          x\n"
+        "                     y"
+    )
+    assert findings.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"

@@ -1,0 +1,152 @@
+"""``groupwise sweep``: the runs of a file, and commands to a running sweep."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.commands.cli import main
+from groupwise.commands.cli.sweep import make_sweep
+
+RUNS = {
+    "low": {"learning_rate": 1e-4},
+    "high": {"learning_rate": 1e-1, "beta": 0.1, "rewards": ["my_rewards:constant", "my_rewards:even"]},
+}
+LORA = {"r": 2}
+
+
+def test_the_runs_of_a_file_are_trained_and_compared(run_file, capsys):
+    assert main(["sweep", "--config", run_file(runs=RUNS, lora=LORA, max_steps=2)]) == 0
+    assert "groupwise report out/high out/low --output out/report.html" in capsys.readouterr().out
+    for name, rate in (("low", 1e-4), ("high", 1e-1)):
+        directory = Path("out", name)
+        settings = json.loads((directory / "settings.json").read_text())["settings"]
+        assert settings["learning_rate"] == rate and settings["run_name"] == name
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "reward" in line] == [1, 2]
+        assert ("rewards/constant/mean" in lines[0]) is (name == "high")
+        assert (directory / "adapter_model.safetensors").is_file() and (directory / "README.md").is_file()
+    assert main(["report", "out/low", "out/high", "--output", "out/report.html"]) == 0
+
+
+def test_flags_act_on_all_runs(run_file, tmp_path):
+    flags = ["--config", run_file(runs=RUNS, lora=LORA), "--output_dir", "elsewhere", "--max_steps", "7"]
+    sweep, resume, dataset = make_sweep(flags)
+    assert {run.args.max_steps for run in sweep.runs.values()} == {7} and not resume
+    assert sweep.directory == tmp_path / "elsewhere" and dataset == "rows.jsonl"
+    assert sweep.runs["high"].args.beta == 0.1
+
+
+def test_a_file_can_ask_to_stop_losing_runs(run_file):
+    Path("held_out.jsonl").write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(20)))
+    settings = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 2}
+    runs = {"low": {}, "high": {"learning_rate": 1e-1}}
+    for prune in (True, False):
+        file = run_file(runs=runs, lora=LORA, prune=prune, **settings)
+        sweep, *_ = make_sweep(["--config", file])
+        assert (sweep.pruning is not None) is prune
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runs": ...}, "has no runs"),
+        ({"runs": {"low": {"model": "other"}}}, "'model', which runs of a sweep have in common"),
+        ({"runs": {"low": {"learning_rat": 1}}}, "nearest: 'learning_rate'"),
+        ({"tools": "my_rewards:even"}, "does not support"),
+        ({"prune": "yes please"}, "prune: 'yes please' must be true or false"),
+        ({"prune": True}, "prune=True compares rewards, and the runs have different reward functions"),
+        ({"runs": {"low": {"prune": True}}}, "'prune', which runs of a sweep have in common"),
+        ({"lora": {"use_dora": True}}, "use_dora"),
+        (
+            {"resume_from_checkpoint": "out/low/checkpoint-2"},
+            "its own newest checkpoint; allowed: true, false",
+        ),
+        ({"runs": {"_a": {}}}, "must be that of a directory"),
+    ],
+)
+def test_files_that_cannot_be_trained(changes, message, run_file, capsys):
+    assert main(["sweep", "--config", run_file(**{"runs": RUNS, "lora": LORA, **changes})]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "resumes"), [(True, True), ("false", False), (False, False)])
+def test_a_sweep_resumes_only_if_asked_to(given, resumes, run_file):
+    assert (
+        make_sweep(["--config", run_file(runs=RUNS, lora=LORA, resume_from_checkpoint=given)])[1] == resumes
+    )
+
+
+def test_a_failed_run_is_an_exit_code(run_file, capsys):
+    runs = {"low": {}, "none": {"rewards": ["my_rewards:not_a_number"]}}
+    assert main(["sweep", "--config", run_file(runs=runs, lora=LORA)]) == 1
+    assert Path("out/low/adapter_model.safetensors").is_file()
+
+
+def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
+    settings = {"max_steps": 50, "save_strategy": "steps", "save_steps": 100}
+    sweep, _, _ = make_sweep(["--config", run_file(runs=RUNS, lora=LORA, **settings)])
+    answers: list[object] = []
+
+    def control() -> None:
+        while not sweep.runs["low"].state.global_step:
+            time.sleep(0.05)
+        answers.append(main(["sweep", "out", "--stop", "high"]))
+        answers.append(main(["sweep", "out", "--resume", "low"]))
+        clone = ["sweep", "out", "--clone", "low", "twin", "--set"]
+        answers.append(main([*clone, "learning_rate=-1"]))
+        answers.append(main([*clone, "lr_scheduler_type=constnt"]))  # an error of transformers
+        answers.append(main([*clone, "name=x"]))
+        answers.append(main([*clone, "weight_decay=0.1"]))
+        answers.append(main([*clone, "max_steps=1"]))
+        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=50"]))
+        while sweep.runs["low"].clones:
+            time.sleep(0.05)
+        sweep.stop("low")
+
+    thread = threading.Thread(target=control)
+    thread.start()
+    sweep.run()
+    thread.join()
+    captured = capsys.readouterr()
+    assert answers == [0, 2, 2, 2, 2, 2, 2, 0] and "high stops after optimizer step" in captured.out
+    for message in (
+        *("only a stopped run can be resumed", "learning_rate=-1", "constnt is not a valid SchedulerType"),
+        *("'name' is no setting", "'weight_decay' cannot be changed", "nearest valid:"),
+    ):
+        assert message in captured.err
+    assert {name: run.status for name, run in sweep.runs.items()} == {
+        **{"low": "stopped", "high": "stopped", "twin": "finished"}
+    }
+    assert sweep.runs["twin"].args.learning_rate == 1e-3
+
+
+def test_commands_without_a_sweep(tmp_path, capsys):
+    assert main(["sweep", str(tmp_path), "--stop", "low"]) == 2
+    assert "no sweep is running" in capsys.readouterr().err
+    for arguments in ([str(tmp_path)], ["--stop", "low"]):
+        assert main(["sweep", *arguments]) == 2
+        assert "one command" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path), "--stop", "low", "--set", "beta=0"]) == 2
+    assert "--set has the changes of a clone" in capsys.readouterr().err
+
+
+def test_commands_do_not_load_torch(tmp_path):
+    code = (
+        "import sys; from groupwise.commands.cli import main; main(sys.argv[1:]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    arguments = [sys.executable, "-c", code, "sweep", str(tmp_path), "--stop", "low"]
+    assert subprocess.run(arguments, capture_output=True).returncode == 0
+
+
+def test_a_run_without_logs_is_not_in_the_command_of_the_report(run_file, capsys):
+    runs = {"a b": {}, "none": {"rewards": ["my_rewards:not_a_number"]}}
+    assert main(["sweep", "--config", run_file(runs=runs, lora=LORA)]) == 1
+    assert capsys.readouterr().out.endswith("groupwise report 'out/a b' --output out/report.html\n")

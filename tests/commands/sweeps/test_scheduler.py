@@ -1,0 +1,396 @@
+"""Runs of a sweep have the history of their run alone, and are stopped and resumed without a trace.
+
+Files: ``commands/sweeps/scheduler.py``, ``commands/sweeps/sampler.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from support import runs
+from support.sweep_runs import assert_equal, config, history
+from transformers import TrainerCallback
+
+from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
+from groupwise.commands.sweeps.commands import SavedClone, read_clones, write_clones
+from groupwise.reporting.metrics_file import read_metrics
+
+#: Configurations that differ in everything that a run may choose.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hot": {"temperature": 1.5, "learning_rate": 3e-2, "loss_type": "grpo"},
+    "masked": {"top_p": 0.7, "beta": 0.1, "num_generations": 2, "max_completion_length": 9},
+    "late": {"num_iterations": 2, "gradient_accumulation_steps": 2, "repetition_penalty": 1.3, "seed": 7},
+}
+ADAPTERS = {
+    "plain": {"r": 2},
+    "hot": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"]},
+    "masked": {"r": 3, "use_rslora": True, "target_modules": "all-linear"},
+    "late": {"r": 2, "lora_dropout": 0.2},
+}
+
+
+def policy() -> Any:
+    return runs.policy(hidden_size=128, intermediate_size=128)  # layers that oneDNN computes
+
+
+def adapters(names: Any) -> dict[str, LoraConfig]:
+    return {name: LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name]) for name in names}
+
+
+def sweep(directory: Path, names: Any, model: Any = None, changes: Any = None, **given: Any) -> Sweep:
+    made = {name: config(directory / name, **{**SETTINGS[name], **(changes or {})}) for name in names}
+    arguments = {"train_dataset": runs.prompts(), "processing_class": runs.tokenizer(), **given}
+    arguments.setdefault("peft_config", adapters(names))
+    return Sweep(policy() if model is None else model, runs.count_reward, made, **arguments)
+
+
+def alone(directory: Path, name: str, **changes: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        policy(),
+        runs.count_reward,
+        config(directory / "alone" / name, **{**SETTINGS[name], **changes}),
+        runs.prompts(),
+        runs.prompts(3),
+        processing_class=runs.tokenizer(),
+        peft_config=adapters([name])[name],
+    )
+
+
+@pytest.mark.parametrize("names", [("plain", "hot"), tuple(SETTINGS)], ids=["two", "four"])
+def test_each_history_is_that_of_the_run_alone(names, tmp_path):
+    found = sweep(tmp_path, names).run()
+    for name in names:
+        solo = alone(tmp_path, name)
+        solo.train()
+        assert found[name].status == "finished" and found[name].state.global_step == 4
+        assert_equal(found[name], solo)
+
+
+def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    sweep(tmp_path, SETTINGS, changes={**saved, "max_steps": 2, "lr_scheduler_type": "constant"}).run()
+    found = sweep(tmp_path, SETTINGS, changes={**saved, "lr_scheduler_type": "constant"}).run(
+        resume_from_checkpoint=True
+    )
+    for name in SETTINGS:
+        solo = alone(tmp_path, name, lr_scheduler_type="constant")
+        solo.train()
+        assert found[name].state.global_step == 4
+        assert_equal(found[name], solo)
+
+
+def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    seen: list[str] = []
+
+    class Control(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                seen.append(made.stop("plain"))
+            elif state.global_step == 3:
+                seen.append(f"{made.runs['plain'].status} at {made.runs['plain'].state.global_step}")
+                made.resume("plain")
+
+    made.runs["hot"].trainer.add_callback(Control())
+    found = made.run()
+    assert seen[1] == "stopped at 1" or seen[1] == "stopped at 2"
+    assert (tmp_path / "plain" / f"checkpoint-{seen[1][-1]}" / "trainer_state.json").is_file()
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_a_run_that_is_stopped_until_the_end_keeps_its_checkpoint(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    made.stop("hot")
+    found = made.run()
+    assert (found["plain"].status, found["hot"].status) == ("finished", "stopped")
+    assert found["hot"].state.global_step == 0
+    with pytest.raises(ConfigError, match="only an active run"):
+        made.stop("hot")
+    with pytest.raises(ConfigError, match="nearest: 'plain'"):
+        made.resume("plane")
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path, caplog):
+    def count_or_fail(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            raise ValueError("no reward today")
+        return runs.count_reward(completion_ids)
+
+    made = sweep(tmp_path, ("plain", "hot"))
+    made.runs["hot"].trainer.reward_funcs = [count_or_fail]
+    found = made.run()
+    assert (found["plain"].status, found["hot"].status) == ("finished", "failed")
+    assert "no reward today" in str(found["hot"].error) and "run 'hot' failed" in caplog.text
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_logits_that_are_not_finite_fail_their_run_alone(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"))
+    with torch.no_grad():
+        for name, parameter in made.runs["hot"].trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(torch.nan)
+    found = made.run()
+    assert found["plain"].status == "finished" and "NaN" in str(found["hot"].error)
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
+def test_the_error_is_raised_if_all_runs_fail(tmp_path):
+    def fail(**_: Any) -> list[float]:
+        raise ValueError("no reward today")
+
+    made = sweep(tmp_path, ("plain", "hot"))
+    for run in made.runs.values():
+        run.trainer.reward_funcs = [fail]
+    with pytest.raises(RewardError, match="no reward today"):
+        made.run()
+
+
+def test_runs_of_all_weights_follow_one_after_the_other(tmp_path, caplog):
+    started: list[str] = []
+
+    def note(trainer_state: Any, completion_ids: Any, **_: Any) -> list[float]:
+        started.append(threading.current_thread().name)
+        return runs.count_reward(completion_ids)
+
+    names = ("plain", "hot", "late")
+    given = {"plain": None, "hot": adapters(["hot"])["hot"], "late": None}
+    made = Sweep(
+        policy(),
+        note,
+        {name: config(tmp_path / name, **SETTINGS[name]) for name in names},
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config=given,
+    )
+    found = made.run()
+    assert list(dict.fromkeys(started)) == ["hot", "plain", "late"]
+    assert started == sorted(started, key=["hot", "plain", "late"].index)
+    assert "one after the other: plain, late" in caplog.text
+    solo = GRPOTrainer(
+        policy(),
+        note,
+        config(tmp_path / "alone" / "late", **SETTINGS["late"]),
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+    )
+    solo.train()
+    assert found["late"].trainer is None  # its memory is free for the next run
+    for log, other in zip(history(found["late"].state), history(solo.state), strict=True):
+        assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
+
+
+def test_a_run_that_is_worse_on_the_held_out_prompts_is_stopped(tmp_path, caplog):
+    """Completions with two even tokens pass; those of the bad run have one token."""
+
+    def passes(completion_ids: Any, **_: Any) -> list[float]:
+        return [float(sum(token % 2 == 0 for token in ids) >= 2) for ids in completion_ids]
+
+    names = {"plain": {}, "hot": {}, "bad": {"max_completion_length": 1}}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 4, "max_steps": 6}
+    evaluation |= {"save_strategy": "steps", "save_steps": 100}
+    made = Sweep(
+        policy(),
+        passes,
+        {
+            name: config(
+                tmp_path / name, **{**evaluation, "save_strategy": "steps", "save_steps": 100}, **own
+            )
+            for name, own in names.items()
+        },
+        runs.prompts(),
+        runs.prompts(28),
+        processing_class=runs.tokenizer(),
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+        prune=True,
+    )
+    found = made.run()
+    assert {name: run.status for name, run in found.items()} == {
+        "plain": "finished",
+        "hot": "finished",
+        "bad": "stopped",
+    }
+    assert found["bad"].state.global_step < 6
+    assert "run 'bad' passes" in caplog.text and "fewer completions than" in caplog.text
+    logged = [log["eval_reward"] for log in found["plain"].state.log_history if "eval_reward" in log]
+    scores = found["plain"].scores
+    assert sorted(scores) == [2, 4, 6] and {len(score_P) for score_P in scores.values()} == {28}
+    assert [score_P.mean().item() for score_P in scores.values()] == pytest.approx(logged, rel=1e-5)
+
+
+def test_rewards_may_differ_between_runs(tmp_path):
+    def odd(completion_ids: Any, **_: Any) -> list[float]:
+        return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+
+    names = ("plain", "hot")
+    made = Sweep(
+        policy(),
+        {"plain": runs.count_reward, "hot": odd},
+        {name: config(tmp_path / name) for name in names},
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+    )
+    found = made.run()
+    assert [name for name in found["hot"].state.log_history[0] if "odd" in name]
+    assert not [name for name in found["plain"].state.log_history[0] if "odd" in name]
+
+
+def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
+    sweep(tmp_path, ("plain", "hot")).run()
+    lines = capsys.readouterr().out.splitlines()
+    assert "plain 1: " in lines[1] and "hot 1: " in lines[1]
+    assert "plain 4: " in lines[-1] and "hot 4: " in lines[-1] and "finished" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True, "vllm_mode": "server"}, "use_vllm must be the same"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
+        ({"vllm_engine_kwargs": {"enable_lora": False}}, "sends merged weights"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"report_to": "wandb"}, "one run per process"),
+        ({"output_dir": "elsewhere"}, "one directory each"),
+        ({"cast_lm_head_to_fp32": True}, "share a base model cannot have"),
+        ({"fp16": True}, "must be the same"),
+        ({"generation_kwargs": {"num_beams": 2}}, "decoding loop of transformers"),
+        ({"cache_implementation": "static"}, "decoding loop of transformers"),
+    ],
+)
+def test_settings_that_runs_of_a_process_cannot_have(changes, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.config.validation.report_to_is_installed", lambda c: ())
+    made = {name: config(tmp_path / name) for name in ("one", "two")}
+    for name, value in changes.items():
+        setattr(made["two"], name, [value] if name == "report_to" else value)
+    with pytest.raises(ConfigError, match=message):
+        Sweep(
+            policy(),
+            runs.count_reward,
+            made,
+            runs.prompts(),
+            processing_class=runs.tokenizer(),
+            peft_config=LoraConfig(task_type="CAUSAL_LM"),
+        )
+
+
+def cloned(directory: Path, at: int, name: str = "plain", **changes: Any) -> dict[str, Any]:
+    made = sweep(directory, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+
+    class Control(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == at:
+                made.clone(name, "twin", **changes)
+
+    made.runs[name].trainer.add_callback(Control())
+    return made.run()
+
+
+def test_a_clone_without_changes_has_the_history_of_its_source(tmp_path):
+    found = cloned(tmp_path, at=2)
+    twin, source = found["twin"], found["plain"]
+    assert (twin.status, twin.state.global_step, twin.resume_from) == (
+        *("finished", 4),
+        str(tmp_path / "plain" / "checkpoint-2"),
+    )
+    assert_equal(twin, source.trainer)
+    lines = (tmp_path / "twin" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"reward"' in line] == [3, 4]
+
+
+def test_a_clone_starts_warm_with_its_own_learning_rate(tmp_path):
+    found = cloned(tmp_path, at=2, learning_rate=5e-2, beta=0.0)
+    twin, source = (history(found[name].state) for name in ("twin", "plain"))
+    assert twin[2]["reward"] == source[2]["reward"]  # same adapter, same random numbers
+    assert twin[3]["learning_rate"] == pytest.approx(5 * source[3]["learning_rate"])
+    moved = [
+        torch.dist(a, b).item()
+        for a, b in zip(
+            found["twin"].trainer.model.parameters(), found["plain"].trainer.model.parameters(), strict=True
+        )
+    ]
+    assert max(moved) > 1e-3
+
+
+def test_a_run_that_is_stopped_can_be_cloned(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
+    made.stop("plain")
+    made.clone("plain", "twin")
+    found = made.run()
+    assert found["plain"].status == "stopped" and found["twin"].state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "new_name", "changes", "message"),
+    [
+        ("plane", "twin", {}, "nearest: 'plain'"),
+        ("plain", "hot", {}, "not a new name"),
+        *[("plain", name, {}, "not a new name") for name in ("../twin", "", ".", "..", "_commands")],
+        ("plain", "twin", {"learning_rat": 1}, "nearest: 'learning_rate'"),
+        ("plain", "twin", {"output_dir": "x"}, "'output_dir' cannot be changed: it is .*twin'"),
+        ("plain", "twin", {"lora": {}}, "'lora' cannot be changed: the clone has that of 'plain'"),
+        ("plain", "twin", {"save_steps": 5}, "state in the checkpoint of 'plain'"),
+        ("hot", "twin", {}, "save_strategy='no'"),
+    ],
+)
+def test_clones_that_are_refused(name, new_name, changes, message, tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"))
+    made.runs["plain"].args.save_strategy = "steps"
+    with pytest.raises(ConfigError, match=message):
+        made.clone(name, new_name, **changes)
+
+
+def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
+    cloned(tmp_path, at=2, learning_rate=5e-2)
+    assert "which has no effect" not in caplog.text  # the learning rate has one
+    shutil.copytree(tmp_path / "twin", tmp_path / "whole")
+    for run in ("plain", "hot", "twin"):  # as if the sweep had been killed after step 3
+        shutil.rmtree(tmp_path / run / "checkpoint-4", ignore_errors=True)
+    changes = {"save_strategy": "steps", "save_steps": 100}
+    found = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)
+    twin = found["twin"]
+    assert (twin.status, twin.args.learning_rate, twin.resume_from) == (
+        *("finished", 5e-2),
+        str(tmp_path / "plain" / "checkpoint-2"),
+    )
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("twin", "whole"))
+    for log, other in zip(ours[:2], theirs[:2], strict=True):
+        assert (log["step"], log["reward"]) == (other["step"], other["reward"])
+        assert log["learning_rate"] == pytest.approx(other["learning_rate"])
+    # From its own checkpoint, whose optimizer and schedule have the rate already.
+    again = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)["twin"]
+    assert (again.resume_from, again.learning_rate_factor, again.state.global_step) == (True, 1.0, 4)
+    assert "twin" not in sweep(tmp_path, ("plain", "hot"), changes=changes).run()  # another sweep
+    assert read_clones(tmp_path) == {}
+
+
+def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
+    write_clones(tmp_path, {"twin": SavedClone("plain", {"hub_token": "hf_secret"}, str(tmp_path / "gone"))})
+    assert "hf_secret" not in (tmp_path / "_clones.json").read_text()
+    assert "twin" not in sweep(tmp_path, ("plain", "hot")).run(resume_from_checkpoint=True)
+    assert "clone 'twin' of 'plain' does not continue: it has no checkpoint" in caplog.text
+
+
+def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
+    found = cloned(tmp_path, at=1, learning_rate=-1.0)
+    assert found["twin"].status == "failed" and "learning_rate" in str(found["twin"].error)
+    assert found["plain"].status == "finished"
+
+
+def test_a_clone_of_a_run_that_ends_is_reported(tmp_path, caplog):
+    found = cloned(tmp_path, at=4)
+    assert "twin" not in found and "'twin' was not started: 'plain' ended" in caplog.text
