@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from accelerate.utils import gather_object, set_seed
@@ -52,7 +52,6 @@ from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
 from groupwise.policy.introspection import router_aux_loss_coef
-from groupwise.policy.liger import LigerLoss
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
@@ -80,6 +79,9 @@ from groupwise.rewards.runtime.loading import (
     with_default_weights,
 )
 from groupwise.tokenization.text import text_tokenizer
+
+if TYPE_CHECKING:
+    from groupwise.policy.liger import LigerLoss
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +235,8 @@ class GRPOTrainer(
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.liger_loss = None
         if args.use_liger_kernel:
+            from groupwise.policy.liger import LigerLoss
+
             head, length = self.logprob_computer.head, args.max_completion_length
             self.liger_loss = LigerLoss(self.aux_loss_enabled, head, length)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)

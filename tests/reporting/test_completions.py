@@ -18,8 +18,8 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from groupwise.records import Completion, RewardBatch, RolloutBatch
-from groupwise.reporting import completions, report_completions
-from groupwise.reporting.completions import evenly_spaced, print_table, write_parquet
+from groupwise.reporting import completions
+from groupwise.reporting.completions import evenly_spaced, print_table, report_completions, write_parquet
 from groupwise.reporting.table import completion_rows, row_text
 
 

@@ -17,8 +17,8 @@ from support.runs import trainer
 from transformers import TrainerControl, TrainerState
 
 from groupwise import GRPOConfig
-from groupwise.reporting import TrackioAlertsCallback, report_completions
-from groupwise.reporting.dashboards import tool_spans
+from groupwise.reporting.completions import report_completions
+from groupwise.reporting.dashboards import TrackioAlertsCallback, tool_spans
 
 COLUMNS = ["step", "prompt", "completion", "accuracy", "form", "advantage", "length"]
 VALUES = [[3, "What is 2+2?", "4", 1.0, None, 0.5, 1], [3, "What is 2+2?", "5", None, 0.25, 0.5, "one"]]

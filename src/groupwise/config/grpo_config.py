@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from transformers.utils import is_torch_xla_available
 
-from groupwise.compat.liger import layer_switches
 from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.compat.trl import is_trl_default
 from groupwise.config.fields import GRPOFields
@@ -270,6 +269,8 @@ def resolve_liger(config: GRPOFields) -> None:
         return
     if any(given.values()):
         logger.warning("liger_kernel_config is ignored: Liger's layers need a GPU; its loss is used alone")
+    from groupwise.compat.liger import layer_switches
+
     try:
         config.liger_kernel_config = dict.fromkeys(sorted(layer_switches()), False)
     except ImportError:  # named when the trainer is built

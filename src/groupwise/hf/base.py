@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
-from groupwise import reporting
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.changes import resume_settings
 from groupwise.config.grpo_config import GRPOConfig
@@ -46,8 +45,12 @@ from groupwise.policy.loading import allow_unused_vision_tower
 from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
+from groupwise.reporting.callback import GRPOCallback
+from groupwise.reporting.dashboards import TrackioAlertsCallback
 from groupwise.reporting.evaluation import EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
+from groupwise.reporting.metrics_file import MetricsFileCallback
+from groupwise.reporting.terminal import show_log_lines
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
@@ -142,11 +145,13 @@ class BaseTrainer(Trainer):
         def running() -> tuple[str, float] | None:  # in the thread of the progress bar, from now on
             return self.metrics[self._mode].timer.running if hasattr(self, "metrics") else None
 
-        reporting.show_log_lines(self, args.terminal_metrics or (), running)
-        self.add_callback(reporting.MetricsFileCallback())
-        self.add_callback(reporting.TrackioAlertsCallback())
+        show_log_lines(self, args.terminal_metrics or (), running)
+        self.add_callback(MetricsFileCallback())
+        self.add_callback(TrackioAlertsCallback())
         if args.save_rollouts:
-            self.add_callback(reporting.RolloutFiles(self))
+            from groupwise.reporting.rollout_files import RolloutFiles
+
+            self.add_callback(RolloutFiles(self))
         self.add_callback(MatmulOutputsCallback())
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, args, self.accelerator))
@@ -185,7 +190,7 @@ class BaseTrainer(Trainer):
     def call_callbacks(self, event: str, **records: Any) -> None:
         """Call an event of :class:`groupwise.GRPOCallback`; ``Trainer`` calls those that it knows."""
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, reporting.GRPOCallback):
+            if isinstance(callback, GRPOCallback):
                 getattr(callback, event)(self.args, self.state, self.control, **records)
 
     def train(
@@ -326,9 +331,9 @@ class BaseTrainer(Trainer):
         """Return the pending metrics of all ranks, and report their completions under ``label``."""
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
-            reporting.report_completions(
-                rows, self.state.global_step, self.args, str(self.args.output_dir), label
-            )
+            from groupwise.reporting.completions import report_completions
+
+            report_completions(rows, self.state.global_step, self.args, str(self.args.output_dir), label)
         return values
 
     def create_model_card(  # type: ignore[override]
@@ -339,8 +344,10 @@ class BaseTrainer(Trainer):
     ) -> None:
         """Write the model card, ``README.md``, into the output directory."""
         if self.is_world_process_zero():
+            from groupwise.reporting.model_card import write_model_card
+
             given = [tags] if isinstance(tags, str) else tags or []
-            reporting.write_model_card(self, model_name, dataset_name, [*self._tag_names, *given])
+            write_model_card(self, model_name, dataset_name, [*self._tag_names, *given])
 
     # Data.
 

@@ -25,7 +25,6 @@ from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
 from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, load_config
-from groupwise.policy.liger import check_liger
 from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
 from groupwise.tokenization.images import image_token_id, is_processor
 from groupwise.tokenization.text import ProcessingClass, set_pad_token, text_tokenizer
@@ -64,6 +63,8 @@ def prepare_policy(
         ConfigError: the settings, the model and the adapter do not fit together.
     """
     if config.use_liger_kernel:
+        from groupwise.policy.liger import check_liger
+
         check_liger(model, config, peft_config)
     check_quantization(model, config, quantization_config, peft_config)
     policy = load_policy(model, config, quantization_config)

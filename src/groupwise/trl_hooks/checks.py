@@ -14,7 +14,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
 from groupwise.errors import ConfigError, warn_once
-from groupwise.reporting import GRPOCallback
+from groupwise.reporting.callback import GRPOCallback
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
