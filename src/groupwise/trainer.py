@@ -318,23 +318,34 @@ class GRPOTrainer(
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
-        if not self.args.dynamic_sampling:
-            self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
-        batch = DynamicBatch(self.leftover_groups, self.args)  # one round unless dynamic_sampling
-        while not batch.is_full:  # the same decision on every rank
-            rows = self.prompts.take(batch.num_to_sample)  # B rows of this rank, G per prompt
-            batch.add(*self.sample(self.make_request(rows, sampler)))
-        self.metrics["train"].record(batch.metrics)
-        rollouts, rewards, surplus = batch.finish()  # B completions of this rank, N rewards, whole groups
-        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
-        if self.args.dynamic_sampling:  # only now is it known which prompts the next generation begins with
-            self.prefetch_rollouts(sampler, DynamicBatch(self.leftover_groups, self.args).num_to_sample)
+        rollouts, rewards = self.sample_batch(sampler)  # B completions of this rank, N rewards, whole groups
         self.backend.release()  # memory of a colocated engine goes to training
         # Before training, which may fail: a saved generation can be replayed.
         self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         return self.make_experience(
             rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
         )
+
+    def sample_batch(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
+        """Sample one generation batch: B completions of this rank, rewards of all N."""
+        if self.args.dynamic_sampling:
+            return self.sample_until_full(sampler)
+        self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
+        rows = self.prompts.take(self.args.prompts_per_batch)  # B rows of this rank, G per prompt
+        return self.sample(self.make_request(rows, sampler))
+
+    def sample_until_full(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
+        """Sample rounds of prompts until every group of the batch has reward variance (DAPO, section 3.2)."""
+        batch = DynamicBatch(self.leftover_groups, self.args)
+        while not batch.is_full:  # the same decision on every rank
+            rows = self.prompts.take(batch.num_to_sample)
+            batch.add(*self.sample(self.make_request(rows, sampler)))
+        self.metrics["train"].record(batch.metrics)
+        rollouts, rewards, surplus = batch.finish()
+        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
+        # Only now is it known which prompts the next generation begins with.
+        self.prefetch_rollouts(sampler, DynamicBatch(self.leftover_groups, self.args).num_to_sample)
+        return rollouts, rewards
 
     def sync_sampler(self, mode: Mode) -> None:
         """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""

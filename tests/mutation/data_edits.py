@@ -198,7 +198,7 @@ DATA = [
         ),
     ),
     *_sampling(
-        ("return not self.config.dynamic_sampling or not", "return not"),
+        ("return not self.num_unfilled or", "return self.num_unfilled == 0 and"),
         ("len(self._rounds) == self", "len(self._rounds) > self"),
         ("        if not self._rounds:\n            return False\n", ""),
         ("self.num_prompts - self._num_reused - len(", "self.num_prompts - len("),

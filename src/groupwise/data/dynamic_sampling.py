@@ -107,8 +107,7 @@ class DynamicBatch:
     """Accumulate rounds of rollouts until enough groups have reward variance.
 
     Groups left over by the step before come first, then groups with variance in the order of sampling, then
-    groups without variance where the rounds did not suffice. Without dynamic sampling, the first round is the
-    batch, unchanged.
+    groups without variance where the rounds did not suffice.
 
     >>> batch = DynamicBatch(leftover_groups, config)
     >>> while not batch.is_full:
@@ -141,8 +140,7 @@ class DynamicBatch:
         """True if no further round is needed or allowed: the same on every rank."""
         if not self._rounds:
             return False
-        was_last = len(self._rounds) == self.config.dynamic_sampling_max_rounds
-        return not self.config.dynamic_sampling or not self.num_unfilled or was_last
+        return not self.num_unfilled or len(self._rounds) == self.config.dynamic_sampling_max_rounds
 
     @property
     def num_unfilled(self) -> int:
@@ -152,15 +150,11 @@ class DynamicBatch:
     @property
     def num_to_sample(self) -> int:
         """Number of prompts of the next round."""
-        if not self.config.dynamic_sampling:
-            return self.num_prompts
         return round_size(self.num_unfilled, self._share_with_variance, self.config)
 
     @property
     def metrics(self) -> Metrics:
-        """Metrics ``dynamic_sampling/…`` of the rounds so far; empty without dynamic sampling."""
-        if not self.config.dynamic_sampling:
-            return {}
+        """Metrics ``dynamic_sampling/…`` of the rounds so far."""
         num_unfilled, num_flat = self.num_unfilled, len(self._without_variance)
         return {
             "dynamic_sampling/rounds": Mean(float(len(self._rounds))),
@@ -179,21 +173,18 @@ class DynamicBatch:
             rewards: rewards of all ranks; whole groups.
         """
         self._rounds.append((rollouts, rewards))
-        if self.config.dynamic_sampling:
-            variance_P = has_variance(rewards, self.config.multi_objective_aggregation)
-            for group, varies in enumerate(variance_P):
-                groups = self._with_variance if varies else self._without_variance
-                groups.append((len(self._rounds) - 1, group))
+        variance_P = has_variance(rewards, self.config.multi_objective_aggregation)
+        for group, varies in enumerate(variance_P):
+            groups = self._with_variance if varies else self._without_variance
+            groups.append((len(self._rounds) - 1, group))
 
     def finish(self) -> tuple[RolloutBatch, RewardBatch, LeftoverGroups]:
-        """Return the batch and the groups that it has no place for. Collective with dynamic sampling.
+        """Return the batch and the groups that it has no place for. Collective.
 
         Returns:
             this rank's rollouts; the rewards of all ranks; leftover groups, which still lack the log-probs of
             this step's samples (``LeftoverGroups.with_behavior_logps``).
         """
-        if not self.config.dynamic_sampling:
-            return *self._rounds[0], self._leftover
         num_unfilled, num_prompts = self.num_unfilled, self.num_prompts
         rollouts, rewards = self._collect(self._with_variance + self._without_variance[:num_unfilled])
         groups = LeftoverGroups(
