@@ -44,8 +44,10 @@ def run_with_tool(fake, directory, **given):
         for choice in found["choices"] if path == GENERATE else ():
             seed = body["sampling_params"]["seed"] + choice["index"]
             first = letters[0] if seed % 3 else letters[6]  # "a" begins a call
-            choice["token_ids"] = [first, letters[seed % 8], letters[4], tokenizer.eos_token_id]
-            choice["finish_reason"] = "stop"
+            tokens = [first, letters[seed % 8], letters[4], tokenizer.eos_token_id]
+            for entry, token in zip(choice["logprobs"]["content"], tokens, strict=True):
+                entry["token_id"] = token
+            choice["token_ids"], choice["finish_reason"] = tokens, "stop"
         return found
 
     fake.answer = calling

@@ -1,10 +1,11 @@
 """Adapters of LoRA runs on servers: their files, their names, and the requests that carry them.
 
-Files: ``generation/vllm/server.py``, ``generation/vllm/client.py``.
+Files: ``generation/vllm/server.py``, ``generation/vllm/client.py``, ``generation/vllm/plugin.py``.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import os
 import tempfile
@@ -34,7 +35,7 @@ from transformers import AutoModelForCausalLM
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import VLLMServers
-from groupwise.generation.vllm.plugin import PLACE_ADAPTER
+from groupwise.generation.vllm.plugin import ADAPTER_FILES, PLACE_ADAPTER, place_adapter
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 
@@ -179,7 +180,7 @@ def test_a_server_that_cannot_read_the_file_gets_its_bytes(fake, model, tmp_path
     for step in (4, 5):
         backend.config.vllm_server_base_url = f"{fake.url},{other.url}"
         backend.sync_weights(source, step=step)
-        (own,) = (tmp_path / "groupwise-adapters").iterdir()  # the old one is gone
+        (own,) = tmp_path.glob("groupwise-adapters-*/*:*")  # the old one is gone
         (sent,), expected = other.adapters.values(), source.adapter().tensors
         assert [*other.adapters] == [*fake.adapters] == [own.name]
         assert all(torch.equal(sent["tensors"][name], expected[name]) for name in expected)
@@ -187,6 +188,87 @@ def test_a_server_that_cannot_read_the_file_gets_its_bytes(fake, model, tmp_path
     backend.close()
     assert not own.exists() and not other.adapters
     other.close()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """The directory for temporary files of a server that has placed no adapter, and a file beside it."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("GROUPWISE_ADAPTER_DIRECTORY", "groupwise-adapters-of-the-test")
+    for kept in (tmp_path / "kept", tmp_path / "tmp" / "kept"):
+        kept.write_text("as before")
+    return tmp_path / "tmp"
+
+
+def tree(directory):
+    return {path: path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+TEXT = base64.b64encode(b"text").decode()
+OUTSIDE = ["", ".", "..", "../kept", "a/../../kept", "/", ".hidden", "a\0b", "a b", "ä"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_adapters_and_their_files_have_plain_names(machine, name):
+    before = tree(machine.parent)
+    for path, files in ((f"run/{name}", {}), (f"run/{name}", {"file": TEXT}), ("run:1:2", {name: TEXT})):
+        if Path(path).name in ("kept", "run") and "file" not in files:
+            assert place_adapter(None, path, files) is None  # of a path only the name counts
+        elif Path(path).name in ("kept", "run") and "file" in files:
+            assert Path(place_adapter(None, path, files)).parent.parent == machine
+            place_adapter(None, path, {})
+        else:
+            with pytest.raises(ValueError, match="not plain names"):
+                place_adapter(None, path, files)
+    assert tree(machine.parent) == before
+
+
+def test_no_file_is_written_to_an_absolute_path(machine):
+    before = tree(machine.parent)
+    with pytest.raises(ValueError, match="not plain names"):
+        place_adapter(None, "run:1:2", {str(machine / "kept"): TEXT})
+    assert tree(machine.parent) == before
+
+
+def test_a_prepared_link_is_not_followed(machine):
+    (machine.parent / "aim").mkdir()
+    (machine / "groupwise-adapters-of-the-test").symlink_to(machine.parent / "aim")
+    for files in ({"file": TEXT}, {}):
+        with pytest.raises(PermissionError, match="is a link"):
+            place_adapter(None, "run:1:2", files)
+    assert tree(machine.parent / "aim") == {}
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced(machine):
+    own = Path(place_adapter(None, "run:1:2", {"file": TEXT}))
+    (own / "other").symlink_to(machine / "kept")
+    place_adapter(None, "run:1:2", {"other": TEXT})
+    assert (own / "other").read_text() == "text" and (machine / "kept").read_text() == "as before"
+
+
+def test_the_directory_is_private_and_another_one_in_every_server(machine, monkeypatch):
+    directories = set()
+    for _ in range(2):
+        monkeypatch.delenv("GROUPWISE_ADAPTER_DIRECTORY")
+        own = Path(place_adapter(None, "/somewhere/run:1:2", {"file": TEXT}))
+        assert own.name == "run:1:2" and own.parent.stat().st_mode & 0o777 == 0o700
+        assert place_adapter(None, "run:1:2", {"file": TEXT}) == str(own)  # by another worker
+        directories.add(own.parent)
+    assert len(directories) == 2 and all(one.parent == machine for one in directories)
+    assert place_adapter(None, "run:1:2", {}) is None and not own.parent.exists()
+
+
+def test_a_path_is_used_only_if_all_files_of_the_adapter_can_be_read(tmp_path, monkeypatch):
+    assert place_adapter(None, str(tmp_path)) is None
+    for name in ADAPTER_FILES:
+        assert place_adapter(None, str(tmp_path)) is None
+        (tmp_path / name).touch()
+    assert place_adapter(None, str(tmp_path)) == str(tmp_path)
+    # As for another user of the machine, which root, who runs tests in containers, is not.
+    unreadable = str(tmp_path / ADAPTER_FILES[1])
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != unreadable and mode == os.R_OK)
+    assert place_adapter(None, str(tmp_path)) is None
 
 
 def test_bytes_that_do_not_arrive_are_an_error(fake, model, tmp_path, monkeypatch):
@@ -309,14 +391,15 @@ def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp
     sync(runs[0], runs[0].model)
     elsewhere(monkeypatch)
     sync(runs[1], runs[1].model)
-    written = [Path(tempfile.gettempdir(), "groupwise-adapters", run.backend.servers.adapter) for run in runs]
-    assert [path.is_dir() for path in written] == [False, True]
+    names = [f"groupwise-adapters-*/{run.backend.servers.adapter}" for run in runs]
+    none, (written,) = (list(Path(tempfile.gettempdir()).glob(name)) for name in names)
+    assert none == [] and written.parent.stat().st_mode & 0o777 == 0o700
     found = [engine_greedy(run.backend, prompts) for run in (*runs, *runs)]
     expected = [greedy(run.model, prompts, 6, run.backend.end_tokens) for run in runs]
     assert found == expected * 2 and expected[0] != expected[1]
     for run in runs:
         run.backend.close()
-    assert not written[1].exists()
+    assert not written.exists()
 
 
 @real

@@ -5,9 +5,12 @@ Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import threading
 import time
+from functools import partial
 
 import pytest
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
@@ -27,7 +30,7 @@ from groupwise.generation.vllm.client import (
 @pytest.fixture
 def servers(fake):
     client = VLLMServers([fake.url], timeout=5.0, hint=lambda url: "; start it with: vllm serve tiny")
-    fake.version = f"{client.run_id}:3"
+    fake.version, client.steps = f"{client.run_id}:3", [3]
     yield client
     client.close()
 
@@ -119,6 +122,186 @@ def test_a_missing_log_prob_is_nan(servers, fake):
     assert math.isnan(ask(servers, samples=1)[0][0].logps[0])
 
 
+def changed(fake, change):
+    """Make the server answer ``change(its answer)``; returns the text of the error after all attempts."""
+    generate = fake._generate
+
+    def answer(body):
+        found = generate(body)
+        return found if (other := change(found)) is None else other
+
+    fake._generate = answer
+
+
+def in_choice(name, value):
+    """Return a change of the first choice: its field ``name`` becomes ``value(old value)``."""
+
+    def change(answer):
+        choice = answer["choices"][0]
+        choice[name] = value(choice[name])
+
+    return change
+
+
+def in_content(name, value, at=1):
+    def change(answer):
+        entry = answer["choices"][0]["logprobs"]["content"][at]
+        entry[name] = value(entry[name])
+
+    return change
+
+
+def as_long(count):
+    """Return a change of the first choice: it has ``count`` tokens, each with all that belongs to it."""
+
+    def change(answer):
+        choice = answer["choices"][0]
+        choice["token_ids"] = (choice["token_ids"] * count)[:count]
+        entries = choice["logprobs"]["content"] * count
+        choice["logprobs"]["content"] = [
+            {**entry, "token_id": token}
+            for entry, token in zip(entries[:count], choice["token_ids"], strict=True)
+        ]
+        choice["weight_versions"][0]["end"] = count
+
+    return change
+
+
+def with_id(token):
+    def change(answer):
+        choice = answer["choices"][0]
+        choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = token
+
+    return change
+
+
+def spans(*edges):
+    def change(old):
+        return [{**old[0], "start": start, "end": end} for start, end in edges]
+
+    return in_choice("weight_versions", change)
+
+
+BAD_ANSWERS = {
+    "no choices": (lambda answer: {"choices": []}, "0 choices"),
+    "fewer choices": (lambda answer: {"choices": answer["choices"][:1]}, "1 choices"),
+    "more choices": (in_choice("index", lambda old: 2), "2 choices that are not 0 to 1"),
+    "one choice twice": (lambda answer: {"choices": [answer["choices"][0]] * 2}, "2 choices that are not"),
+    "a list": (lambda answer: [], "TypeError"),
+    "an empty record": (lambda answer: {}, "KeyError: 'choices'"),
+    "a web page": (lambda answer: "<html><h1>Bad gateway</h1></html>", "web page for .*Bad gateway"),
+    "a text": (lambda answer: "queued", "'queued'"),
+    "a choice that is none": (lambda answer: {"choices": [None, None]}, "TypeError"),
+    "no log-probs": (in_choice("logprobs", lambda old: None), "TypeError"),
+    "one log-prob less": (
+        in_choice("logprobs", lambda old: {"content": old["content"][:-1]}),
+        "other tokens",
+    ),
+    "log-probs of other ids": (in_content("token_id", lambda old: old + 1), "log-probs of other tokens"),
+    "NaN": (in_content("logprob", lambda old: math.nan), "log-probs that are not at most 0"),
+    "a probability above 1": (in_content("logprob", lambda old: old + 5), "log-probs that are not at most 0"),
+    "infinity": (in_content("logprob", lambda old: math.inf), "log-probs that are not at most 0"),
+    "a text as log-prob": (in_content("logprob", str), "TypeError"),
+    "too many tokens": (as_long(9), "9 tokens, where 1 to 8 were asked for"),
+    "no tokens": (as_long(0), "0 tokens, where 1 to 8"),
+    "an id beyond the vocabulary": (with_id(32), "token ids outside of 0 to 31"),
+    "a huge id": (with_id(10**30), "token ids outside"),
+    "a negative id": (with_id(-1), "token ids outside"),
+    "a fractional id": (with_id(3.0), "token ids outside"),
+    "no weights": (in_choice("weight_versions", lambda old: None), "TypeError"),
+    "weights of no tokens": (spans(), "do not cover its 4 tokens"),
+    "weights of half of the tokens": (spans((0, 2)), "do not cover its 4 tokens"),
+    "weights of tokens that are not there": (spans((0, 10**12)), "do not cover its 4 tokens"),
+    "overlapping weights": (spans((0, 2), (0, 2)), "do not cover its 4 tokens"),
+    "weights in reverse": (spans((0, 4), (4, 2), (2, 4)), "do not cover its 4 tokens"),
+    "an unknown end": (in_choice("finish_reason", lambda old: ["stop"]), "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_an_answer_that_is_no_sample_is_asked_for_again_and_ends_in_an_error(servers, fake, name):
+    change, message = BAD_ANSWERS[name]
+    undisturbed, servers.vocab_size = ask(servers), 32
+    generate = fake._generate
+    changed(fake, change)
+    with pytest.raises(ConnectionError, match=message) as caught:
+        ask(servers)
+    assert fake.url in str(caught.value) and "failed 4 times while generating" in str(caught.value)
+    assert fake.seen[GENERATE] == 1 + 4
+
+    def once(body):
+        fake._generate = generate
+        answer = generate(body)
+        return answer if (other := change(answer)) is None else other
+
+    fake._generate = once
+    assert ask(servers) == undisturbed
+
+
+@pytest.mark.parametrize("mask", [[[6, 8], [14], [0]], [[6], [14], [2], [1]], [[6], [99], [0], [1]], 3])
+def test_a_sampling_mask_without_the_sampled_tokens_is_refused(servers, fake, mask):
+    servers.vocab_size = 32
+    fake.info["model_config"]["return_sampling_mask"] = True
+    changed(fake, in_choice("sampling_mask", lambda old: mask))
+    with pytest.raises(ConnectionError, match="cannot be used"):
+        ask(servers, max_logprobs=None, top_p=0.9)
+
+
+def test_kept_tokens_without_the_sampled_one_are_refused(servers, fake):
+    changed(fake, in_content("top_logprobs", lambda old: old[1:]))
+    with pytest.raises(ConnectionError, match="a sampling mask without the sampled tokens"):
+        ask(servers, top_k=3)
+
+
+@pytest.mark.parametrize("version", ["run:2", "run:4", "run:three", None, 7])
+def test_weights_that_were_not_sent_for_the_request_are_noticed(servers, fake, version):
+    servers.steps, fake.version = [2, 3], version  # 2 was sent, but not since the step of the request
+    with pytest.raises(LostWeightsError, match=fake.url):
+        ask(servers)
+
+
+@pytest.mark.parametrize("answer", [[], {}, "<!DOCTYPE html>", {"results": []}, {"results": 3}, None, 5])
+def test_answers_of_other_routes_are_checked_where_they_enter(servers, fake, answer):
+    given = fake.answer
+    replaced = {"/weight_info", "/collective_rpc", "/get_world_size", "/list_workers", "/metrics"}
+    fake.answer = lambda path, *rest: answer if path in replaced else given(path, *rest)
+    fake.release = "0.31.0"
+    named = re.escape(fake.url)
+    with pytest.raises(ConnectionError, match=named):
+        ask(servers)
+    for call in (servers.fetch_world_sizes, partial(servers.call_workers, "method", {})):
+        with pytest.raises(LostAnswerError, match=named):
+            call()
+    with pytest.raises(ConnectionError, match=named):
+        servers.find_workers()
+    (server,) = servers.servers
+    assert servers._background.submit(server.fetch_num_tokens()).result(timeout=30) == 0
+    servers.adapter = "run:1:3"
+    replaced |= {"/v1/models"}
+    fake.adapters[servers.adapter], fake.failures[GENERATE] = {}, [500]
+    with pytest.raises(ConnectionError, match=named):
+        ask(servers)
+
+
+def test_a_request_that_a_server_lost_is_repeated_although_it_serves_others(servers, fake, monkeypatch):
+    monkeypatch.setattr(client_module, "LONGEST", 3)
+    servers.servers[0].timeout = 0.2
+    undisturbed = ask(servers)
+    count = itertools.count(1)
+
+    def serve_others():
+        fake.tokens = float(next(count))
+
+    fake.failures["/metrics"] = [serve_others] * 200
+    fake.failures[GENERATE] = ["hang"]
+    assert ask(servers) == undisturbed and fake.seen[GENERATE] == 3
+    fake.failures[GENERATE] = ["hang"] * 4
+    with pytest.raises(
+        ConnectionError, match=r"failed 4 times.*not this request in 3 times vllm_server_timeout=0.2 s"
+    ):
+        ask(servers)
+
+
 @pytest.mark.parametrize("failure", [500, 503, 429, "drop", "abort"])
 def test_a_request_is_sent_again_when_its_answer_is_lost(servers, fake, failure):
     undisturbed = ask(servers)
@@ -202,7 +385,7 @@ def test_a_server_that_hangs_raises_an_error(fake):
 
 def test_a_slow_server_has_no_time_limit_while_it_generates(fake):
     client = VLLMServers([fake.url], timeout=3.0)
-    fake.version = f"{client.run_id}:0"
+    fake.version, client.steps = f"{client.run_id}:0", [0]
 
     def work():
         for _ in range(45):  # one and a half times the timeout
@@ -260,6 +443,7 @@ def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
         dict(fake.bodies)["/init_weight_transfer_engine"]["init_info"]["rank_offset"] for fake in fakes
     ]
     assert offsets == [1, 2]
+    client.steps = [7]
     client.start_weight_update()
     client.update_weights({"update_info": {"names": ["a"]}})
     client.finish_weight_update("7")
@@ -281,6 +465,7 @@ def test_a_request_goes_to_the_server_with_the_fewest_in_flight(monkeypatch):
     fakes, slow = [FakeVLLM(), FakeVLLM()], threading.Event()
     fakes[0].failures[GENERATE] = [lambda: slow.wait(30) and None]
     client = VLLMServers([fake.url for fake in fakes], timeout=30.0)
+    client.steps = [3]
     for fake in fakes:
         fake.version = f"{client.run_id}:3"
     futures = submit(client, count=6)

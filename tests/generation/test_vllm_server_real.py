@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import time
 
+import httpx
 import pytest
 import torch
 from packaging.version import Version
@@ -44,9 +45,11 @@ FOUR_STEPS = {"max_steps": 4, "per_device_train_batch_size": 8}  # of two prompt
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
-    process = ServerProcess(tmp_path_factory.mktemp("server")).start()
-    yield process
-    process.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "the key of server and trainer")
+        process = ServerProcess(tmp_path_factory.mktemp("server")).start()
+        yield process
+        process.kill()
 
 
 @pytest.fixture
@@ -81,6 +84,13 @@ def test_the_server_samples_from_the_weights_of_every_step(trained):
     for line in lines:
         assert line["staleness"] == 0 and line["time/sync"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_without_the_key_only_the_routes_for_monitoring_answer(server):
+    paths = ("/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate", "/health", "/metrics")
+    post = [httpx.post(server.url + path, json={"method": "groupwise_place_adapter"}) for path in paths[:4]]
+    found = [*post, *(httpx.get(server.url + path) for path in paths[4:])]
+    assert [answer.status_code for answer in found] == [401, 401, 401, 401, 200, 200]
 
 
 def test_after_a_sync_greedy_output_is_the_trainers(trained):

@@ -5,13 +5,17 @@ Files: ``commands/cli/serve.py``, ``generation/vllm/serve.py``.
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from groupwise.commands.cli import main, serve
+from groupwise.generation.vllm import serve as serve_module
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +31,51 @@ def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
     return shlex.split(shown.out), shown.err
 
 
-def test_the_server_listens_on_this_machine_only(capsys):
+def test_the_server_listens_on_this_machine_only_unless_it_has_a_key(capsys, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command, warnings = shown_command(capsys, "--model", "some/model")
     assert command[command.index("--host") + 1] == "127.0.0.1" and warnings == ""
     command, warnings = shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", "--port=8001")
     assert command[command.index("--host") + 1] == "0.0.0.0" and "0.0.0.0:8001" in warnings
+    for flags, key in ((["--api-key", "k"], ""), (["--api-key=k"], ""), ([], "k")):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        assert shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", *flags)[1] == ""
+
+
+def answer_of(path, key=None, *, given=(), method="GET", kind="http"):
+    """Return the status with which the middleware answers, 200 if it passes the request on."""
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    server = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=list(given))))
+    scope = {"type": kind, "path": path, "method": method, "app": server}
+    scope["headers"] = [(b"authorization", f"Bearer {key}".encode())] if key else []
+    asyncio.run(serve_module.RequireKey(app)(scope, None, send))
+    return sent[0]["status"]
+
+
+def test_all_routes_but_those_for_monitoring_need_the_key_of_the_server(capsys, monkeypatch):
+    command, _ = shown_command(capsys, "--model", "some/model")
+    module, _, name = command[command.index("--middleware") + 1].rpartition(".")
+    assert getattr(importlib.import_module(module), name) is serve_module.RequireKey
+    control = ("/collective_rpc", "/pause", "/update_weights", "/v1/load_lora_adapter", "/server_info", "/x")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert {answer_of(path) for path in control} == {200}  # no key was set
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    assert {answer_of(path, key) for path in control for key in (None, "", "s3cre", "s3cret2")} == {401}
+    assert {answer_of(path, "s3cret") for path in control} == {200}
+    assert {answer_of(path) for path in ("/health", "/metrics", "/ping")} == {200}
+    assert answer_of("/pause", method="OPTIONS") == answer_of("/pause", kind="lifespan") == 200
+    # Keys of the command line replace that of the environment.
+    assert [answer_of("/pause", key, given=["one", "two"]) for key in ("one", "two", "s3cret")] == [
+        *(200, 200),
+        401,
+    ]
 
 
 def test_model_and_port_come_from_the_run(capsys, run_file, tiny):

@@ -44,10 +44,11 @@ def run(arguments: Sequence[str]) -> int:
         extra=extra,
     )
     print(redact(as_shell_line(_without_keys(command), environment)), flush=True)
-    if options.host not in _LOCAL:
+    has_key = bool(os.environ.get("VLLM_API_KEY")) or "--api-key" in " ".join(extra)
+    if options.host not in _LOCAL and not has_key:
         print(
             f"groupwise: warning: other machines can reach {options.host}:{port or 8000} and replace the "
-            "weights, without a password; use a private network",
+            "weights, without a password; set VLLM_API_KEY, for the trainer too, or use a private network",
             file=sys.stderr,
         )
     if options.dry_run:

@@ -27,6 +27,7 @@ from groupwise.tokenization.images import as_rgb
 DEFAULT_MAX_LOGPROBS = 20
 
 _NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
+_ROUNDING = 1e-3  # of the log-prob of a token whose probability is 1
 _NO_TOP_K = 2**31 - 1  # of int32; vLLM takes the size of the vocabulary instead
 
 #: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
@@ -143,6 +144,39 @@ def make_completion(
         versions=list(versions),
         sampling_mask=None if kept is None else SamplingMask.from_lists(kept),
     )
+
+
+def check_sample(
+    token_ids: Sequence[int],
+    logps: Sequence[float],
+    kept: Sequence[Sequence[int]],
+    max_tokens: int,
+    vocab_size: int,
+) -> None:
+    """Check a sample that another process made.
+
+    Args:
+        kept: token ids per position that contain the sampled one; an empty position is not checked. Empty:
+            there are none.
+
+    Raises:
+        ValueError: the sample is none of at most ``max_tokens`` tokens; the message says why.
+    """
+
+    def are_ids(ids: Sequence[int]) -> bool:
+        return {*map(type, ids)} <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
+
+    checks = {
+        f"{len(token_ids)} tokens, where 1 to {max_tokens} were asked for": (
+            not 1 <= len(token_ids) <= max_tokens
+        ),
+        f"token ids outside of 0 to {vocab_size - 1}": not all(map(are_ids, [token_ids, *kept])),
+        "log-probs that are not at most 0": not all(logp <= _ROUNDING for logp in logps),  # NaN: neither
+        "a sampling mask without the sampled tokens": bool(kept)
+        and any(ids and token not in ids for token, ids in zip(token_ids, kept, strict=True)),
+    }
+    if problems := [problem for problem, applies in checks.items() if applies]:
+        raise ValueError(f"a sample has {', '.join(problems)}")
 
 
 def group_requests(

@@ -10,18 +10,26 @@ import json
 import logging
 import os
 import re
+import reprlib
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.vllm.base import Request, check_expanded, make_completion, server_prompt
+from groupwise.generation.vllm.base import (
+    Request,
+    check_expanded,
+    check_sample,
+    make_completion,
+    server_prompt,
+)
 from groupwise.records import Completion
 from groupwise.threads import EventLoop
 
@@ -34,11 +42,15 @@ logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 T = TypeVar("T")
+#: Takes a value from a decoded response.
+Read: TypeAlias = "Callable[[Any], Any] | None"
 
 #: Generation requests in flight per server; each is for all samples of a prompt.
 CONCURRENCY = 128
 #: Seconds that a server may be away while others can take its requests.
 PATIENCE = 5.0
+#: Longest time of a request in units of the timeout, however much the server does for others.
+LONGEST = 20
 
 _RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
 _MAX_POLL = 10.0  # seconds for a health or metrics request
@@ -91,9 +103,9 @@ class HttpClient:
         self._last_progress = self._last_poll = time.monotonic()
         self._num_tokens = 0.0
 
-    async def call(self, method: str, path: str, body: object = None, *, doing: str) -> Any:
+    async def call(self, *request: Any, doing: str, read: Read = None) -> Any:
         """Send an idempotent request; see :meth:`once` and :meth:`retry`."""
-        return await self.retry(lambda number: self.once(method, path, body, doing=doing), doing)
+        return await self.retry(lambda number: self.once(*request, doing=doing, read=read), doing)
 
     async def retry(
         self, attempt: Callable[[int], Awaitable[T]], doing: str, patience: float | None = None
@@ -123,15 +135,24 @@ class HttpClient:
                 number += 1
 
     async def once(
-        self, method: str, path: str, body: object = None, *, doing: str, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        doing: str,
+        timeout: float | None = None,
+        read: Read = None,
     ) -> Any:
         """Send a request once.
 
         Args:
-            timeout: maximum seconds to wait; None: as long as the server makes progress.
+            timeout: maximum seconds to wait; None: as long as the server makes progress, and at most
+                ``LONGEST`` times the timeout of the client.
+            read: see :meth:`reading`.
 
         Returns:
-            the decoded response; text if it is not JSON.
+            the decoded response, text if it is not JSON; or the value that ``read`` takes from it.
 
         Raises:
             LostAnswerError: no usable response; repeating the request may succeed.
@@ -144,7 +165,12 @@ class HttpClient:
                 if timeout is not None:
                     raise LostAnswerError(f"no response within {timeout:.1f} s")
                 last_progress = max(start, await self._poll_progress())
-                if not request.done() and time.monotonic() - last_progress >= self.timeout:
+                if request.done():
+                    continue
+                if time.monotonic() - start >= LONGEST * self.timeout:
+                    limit = f"{LONGEST} times vllm_server_timeout={self.timeout:g} s"
+                    raise LostAnswerError(f"{self.url} answered others, but not this request in {limit}")
+                if time.monotonic() - last_progress >= self.timeout:
                     raise ServerUnavailableError(
                         f"the vLLM server at {self.url} made no progress for vllm_server_timeout="
                         f"{self.timeout:g} s while {doing}; look at its log and restart it, or raise "
@@ -155,13 +181,25 @@ class HttpClient:
         response = request.result()
         if timeout is None:
             self._last_progress = time.monotonic()
-        return response
+        with self.reading(response):
+            return response if read is None else read(response)
+
+    @contextmanager
+    def reading(self, response: object) -> Iterator[None]:
+        """Turn errors in reading a response into a LostAnswerError that names the server and the response."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise LostAnswerError(
+                f"the vLLM server at {self.url} sent an answer that cannot be used ({type(error).__name__}: "
+                f"{error}): {reprlib.repr(response)[:200]}"
+            ) from error
 
     async def fetch_num_tokens(self) -> float:
         """Return the number of tokens the server has read and generated; 0 if it does not report them."""
+        doing, read = "reading its metrics", lambda text: sum(map(float, _COUNTERS.findall(text)))
         with suppress(LostAnswerError, BackendError):
-            text = await self.once("GET", "/metrics", doing="reading its metrics", timeout=_MAX_POLL)
-            return sum(map(float, _COUNTERS.findall(text)))
+            return await self.once("GET", "/metrics", doing=doing, timeout=_MAX_POLL, read=read)
         return 0.0
 
     async def wait_until_up(self, doing: str, patience: float | None = None) -> None:
@@ -200,11 +238,13 @@ class HttpClient:
                 if response.status_code >= 500:
                     # The server closes the connection soon, maybe during the next request.
                     await response.extensions["network_stream"].aclose()
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
         status = response.status_code
         if status == 200:
-            with suppress(ValueError):
+            if response.text.lstrip().startswith("<"):  # of a proxy, or another service
+                raise LostAnswerError(f"{self.url} returned a web page for {path}: {_reason(response.text)}")
+            with suppress(ValueError, RecursionError):
                 return response.json()
             return response.text
         shown = f"{method} {path} returned {status}: {_reason(response.text)}"
@@ -236,6 +276,7 @@ class VLLMServers:
         timeout: seconds without progress after which a wait raises a ConnectionError.
         hint: returns the end of that error's message for an address.
         run_id: part of the weight version, which a restarted server does not have.
+        vocab_size: number of token ids that the policy has.
 
     Attributes:
         router: a router in front of the servers, to which all requests go; see :meth:`find_workers`.
@@ -249,11 +290,12 @@ class VLLMServers:
         timeout: float,
         hint: Callable[[str], str] = lambda url: "",
         run_id: str = "run",
+        vocab_size: int = 2**31,
     ) -> None:
         self._connect = lambda url: HttpClient(url, timeout, hint(url))
         self.servers = [self._connect(url) for url in urls]
         self.router: HttpClient | None = None
-        self.run_id, self.steps = run_id, list[int]()
+        self.run_id, self.vocab_size, self.steps = run_id, vocab_size, list[int]()
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.lost: set[str] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
@@ -271,7 +313,8 @@ class VLLMServers:
             first: index of the server that is preferred among equally loaded ones.
 
         Returns:
-            samples by row. The future raises LostWeightsError if the server needs weights first.
+            samples by row. The future raises LostWeightsError if the server needs weights first, or sampled
+            with others than those of this step and the later ones.
         """
         since = len(self.steps) - 1
         return self._background.submit(self._generate(first, request, params, self.adapter, since))
@@ -283,16 +326,16 @@ class VLLMServers:
         if adapter is not None:
             body["model"] = adapter
         doing = f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt"
-        response = None
+        samples = None
         async with self._slots:
-            while response is None:
+            while samples is None:
                 targets = self.live if self.router is None else [self.router]
                 patience = PATIENCE if len(targets) > 1 else None
                 server = min(targets[first % len(targets) :] + targets, key=lambda s: s.load)
                 server.load += 1
                 try:
-                    attempt = partial(self._attempt, server, body, doing)
-                    response = await server.retry(attempt, doing, patience)
+                    attempt = partial(self._attempt, server, request, body, doing)
+                    samples = await server.retry(attempt, doing, patience)
                 except ServerUnavailableError as error:
                     if patience is None:
                         raise
@@ -305,47 +348,61 @@ class VLLMServers:
                     raise
                 finally:
                     server.load -= 1
-        check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
-        choices = sorted(response["choices"], key=lambda choice: choice["index"])
-        version = adapter
-        if adapter is None and "weight_versions" not in choices[0]:
-            # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
-            version = await self._weight_version(server)
-        completions = [self._completion(choice, params["logprobs"] > 0, version) for choice in choices]
-        sampled_by = {step for completion in completions for step in completion.versions or ()}
-        if self.router is not None and not sampled_by <= {*self.steps[since:]}:
-            raise LostWeightsError(sampled_by)  # the router chose a worker that was away during an update
-        return request.by_row(completions)
+        sampled_by = {step for sample in samples for step in sample.versions or ()}
+        if not sampled_by <= {*self.steps[since:]}:
+            # Such as by a worker that a router chose, and that was away during an update.
+            raise LostWeightsError(f"{server.url} sampled with the weights of steps {sorted(sampled_by)}")
+        return request.by_row(samples)
 
-    async def _attempt(self, server: HttpClient, body: dict[str, Any], doing: str, number: int) -> Any:
+    async def _attempt(
+        self, server: HttpClient, request: Request, body: dict[str, Any], doing: str, number: int
+    ) -> list[Completion]:
+        params, version = body["sampling_params"], body.get("model")
         if number > 1:
-            await self._check_weights(server, body.get("model"))
+            await self._check_weights(server, version)
         response = await server.once("POST", "/inference/v1/generate", body, doing=doing)
-        if reasons := {choice["finish_reason"] for choice in response["choices"]} - {"stop", "length"}:
-            raise LostAnswerError(f"the server ended a completion by {', '.join(sorted(map(str, reasons)))}")
-        return response
+        with server.reading(response):
+            choices = sorted(response["choices"], key=itemgetter("index"))
+            if [choice["index"] for choice in choices] != list(range(params["n"])):
+                raise ValueError(f"{len(choices)} choices that are not 0 to {params['n'] - 1}")
+            if reasons := {choice["finish_reason"] for choice in choices} - {"stop", "length"}:
+                raise ValueError(f"a completion ended by {', '.join(sorted(map(str, reasons)))}")
+            check_expanded(request, response.get("prompt_token_ids"), f"the vLLM server at {server.url}")
+            if version is None and "weight_versions" not in choices[0]:
+                # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
+                version = await self._weight_version(server)
+            return [self._completion(choice, params, version, server.url) for choice in choices]
 
-    def _completion(self, choice: dict[str, Any], with_mask: bool, version: str | None) -> Completion:
-        content = choice["logprobs"]["content"]
-        if version is None:  # a request may outlast an update of the weights
-            spans = choice["weight_versions"] or []
-        else:  # but not a change of the adapter
-            spans = [{"version": version, "start": 0, "end": len(content)}]
-        return make_completion(
-            choice["token_ids"],
-            (entry["logprob"] for entry in content),
-            choice["finish_reason"],
-            [self._step(span["version"]) for span in spans for _ in range(span["start"], span["end"])],
-            [[(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content]
-            if with_mask
-            else None,
-            choice.get("sampling_mask"),
-        )
+    def _completion(
+        self, choice: dict[str, Any], params: dict[str, Any], version: str | None, url: str
+    ) -> Completion:
+        """Return the record of a choice; raises ValueError, TypeError or LookupError for one that is none."""
+        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
+        if [entry["token_id"] for entry in content] != tokens:
+            raise ValueError("log-probs of other tokens than the sampled ones")
+        # A request may outlast an update of the weights, but not a change of the adapter.
+        whole: dict[str, Any] = {"version": version, "start": 0, "end": len(tokens)}
+        spans = choice["weight_versions"] if version is None else [whole]
+        edges = [0, *(span["end"] for span in spans)]
+        if (
+            [span["start"] for span in spans] != edges[:-1]
+            or edges != sorted(edges)
+            or edges[-1] != len(tokens)
+        ):
+            raise ValueError(f"weight versions that do not cover its {len(tokens)} tokens: {spans}")
+        logps, kept, candidates = [entry["logprob"] for entry in content], choice.get("sampling_mask"), None
+        if params["logprobs"] > 0:
+            top = [entry["top_logprobs"] for entry in content]
+            candidates = [[(one["token_id"], one["logprob"]) for one in position] for position in top]
+        ids = kept or [[token for token, _ in position] for position in candidates or ()]
+        check_sample(tokens, logps, ids, params["max_tokens"], self.vocab_size)
+        steps = [self._step(one["version"], url) for one in spans for _ in range(one["start"], one["end"])]
+        return make_completion(tokens, logps, choice["finish_reason"], steps, candidates, kept)
 
-    def _step(self, version: str) -> int:
-        parts = version.split(":")  # run, number of the adapter if it is one, step
-        if parts[0] != self.run_id:
-            raise LostWeightsError(version)
+    def _step(self, version: str, url: str) -> int:
+        parts = str(version).split(":")  # run, number of the adapter if it is one, step
+        if parts[0] != self.run_id or not parts[-1].isdecimal():
+            raise LostWeightsError(f"{url} has the weights {version!r}")
         return int(parts[-1])
 
     async def _check_weights(self, server: HttpClient, adapter: str | None) -> None:
@@ -355,15 +412,15 @@ class VLLMServers:
                 with suppress(LostAnswerError):  # the router leaves it out
                     await self._check_weights(worker, adapter)
         elif adapter is None:
-            self._step(await self._weight_version(server))
+            self._step(await self._weight_version(server), server.url)
         else:
-            models = await server.once("GET", "/v1/models", doing="reading its adapters", timeout=10.0)
-            if adapter not in [model["id"] for model in models["data"]]:
-                raise LostWeightsError(adapter)
+            doing, read = "reading its adapters", lambda answer: [model["id"] for model in answer["data"]]
+            if adapter not in await server.once("GET", "/v1/models", doing=doing, timeout=10.0, read=read):
+                raise LostWeightsError(f"{server.url} does not have the adapter {adapter}")
 
     async def _weight_version(self, server: HttpClient) -> str:
-        info = await server.once("GET", "/weight_info", doing="reading its weight version", timeout=10.0)
-        return info["weight_version"]
+        doing, read = "reading its weight version", itemgetter("weight_version")
+        return await server.once("GET", "/weight_info", doing=doing, timeout=10.0, read=read)
 
     def post(
         self, path: str, bodies: Sequence[Any] = ({},), *, doing: str, timeout: float | None = None
@@ -416,9 +473,13 @@ class VLLMServers:
         Returns:
             by address, the answers of all workers of a server, or of those of its first data-parallel engine.
         """
-        body, doing = {"method": method, "kwargs": given}, f"calling {method}"
+
+        def results(answer: dict[str, Any]) -> list[Any]:
+            return [answer["results"][0], *answer["results"][1:]]  # at least one
+
+        rpc, body, doing = "/collective_rpc", {"method": method, "kwargs": given}, f"calling {method}"
         try:
-            answers = self.on_all(lambda s: s.once("POST", "/collective_rpc", body, doing=doing), url)
+            return self.on_all(lambda s: s.once("POST", rpc, body, doing=doing, read=results), url)
         except LostAnswerError as error:
             if method not in str(error):
                 raise
@@ -426,7 +487,6 @@ class VLLMServers:
                 f"a vLLM server does not have {method} ({error}); install groupwise in its environment, or "
                 "set vllm_weight_check='off'"
             ) from error
-        return {url: answer["results"] for url, answer in answers.items()}
 
     @property
     def live(self) -> list[HttpClient]:
@@ -438,12 +498,12 @@ class VLLMServers:
 
         async def list_workers(server: HttpClient) -> list[str] | None:
             try:
-                answer = await server.call("GET", "/list_workers", doing="listing the workers of a router")
+                doing, read = "listing the workers of a router", lambda answer: [*map(str, answer["urls"])]
+                return await server.call("GET", "/list_workers", doing=doing, read=read)
             except ServerUnavailableError:
                 raise
             except BackendError:  # a server does not have this route
                 return None
-            return answer["urls"]
 
         listed = self.on_all(list_workers)
         routers = [server for server in self.servers if listed[server.url] is not None]
@@ -483,8 +543,8 @@ class VLLMServers:
 
     def fetch_world_sizes(self) -> list[int]:
         """Return the number of workers of each server."""
-        answers = self.on_all(lambda s: s.once("GET", "/get_world_size", doing="reading its world size"))
-        return [answer["world_size"] for answer in answers.values()]
+        doing, read = "reading its world size", lambda answer: int(answer["world_size"])
+        return list(self.on_all(lambda s: s.once("GET", "/get_world_size", doing=doing, read=read)).values())
 
     def on_all(
         self, call: Callable[[HttpClient], Coroutine[Any, Any, T]], url: str | None = None

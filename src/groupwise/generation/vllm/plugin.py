@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import shutil
 import tempfile
+import uuid
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,10 @@ BACKEND = "groupwise"
 WEIGHTS, ADAPTERS, SAME = "groupwise_weight_report", "groupwise_adapter_reports", "groupwise_same_reports"
 PLACE_ADAPTER = "groupwise_place_adapter"
 
+#: Files of an adapter, in the format of PEFT.
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+_PLAIN_NAME = re.compile(r"\w[\w.:-]*", re.ASCII)
+
 #: Begins the message of :func:`same_reports`.
 DIFFERS = "it differs from the first data-parallel engine in"
 
@@ -43,6 +51,7 @@ def register() -> None:
     methods: dict[str, Any] = {WEIGHTS: weight_report, ADAPTERS: adapter_reports, SAME: same_reports}
     for name, method in (methods | {PLACE_ADAPTER: place_adapter}).items():
         vllm_weights.add_worker_method(name, method)
+    _adapter_directory()
 
 
 @torch.no_grad()
@@ -151,13 +160,36 @@ def place_adapter(worker: Any, path: str, files: Mapping[str, str] | None = None
     """Return the directory from which this worker can load a LoRA adapter; None: it needs the files.
 
     Args:
-        path: directory of the trainer, which is used if this machine can read it.
-        files: contents in base64 by file name, to write to a directory of this machine. Empty: remove that.
+        path: directory of the trainer, which is used if this process can read its files.
+        files: contents in base64 by file name, to write to a private directory of this server. Empty: remove
+            that.
+
+    Raises:
+        ValueError: the adapter or a file has no plain name.
+        PermissionError: the directory is another user's, or a link.
     """
-    own = Path(tempfile.gettempdir(), "groupwise-adapters", Path(path).name)
-    for name, content in (files or {}).items():  # workers of one machine write the same
-        own.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (own / name).write_bytes(b64decode(content))
-    if files == {}:
+    names = [Path(path).name, *(files or ())]
+    if not all(map(_PLAIN_NAME.fullmatch, names)):
+        raise ValueError(f"not plain names: {names}; allowed: letters, digits and any of _.:-")
+    if files is None:
+        return path if all(os.access(Path(path, name), os.R_OK) for name in ADAPTER_FILES) else None
+    directory = _adapter_directory()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise PermissionError(f"{directory} is a link, or another user's")
+    own, part = directory / names[0], directory / f"{os.getpid()}.part"
+    for name, content in files.items():  # workers of one machine write the same
+        own.mkdir(exist_ok=True)
+        part.write_bytes(b64decode(content))
+        part.replace(own / name)
+    if not files:
         shutil.rmtree(own, ignore_errors=True)
-    return str(own) if files else path if Path(path).is_dir() else None
+        with suppress(OSError):  # it has other adapters
+            directory.rmdir()
+    return str(own) if files else None
+
+
+def _adapter_directory() -> Path:
+    """Return a temporary directory whose random name all processes of a server inherit from the first one."""
+    name = os.environ.setdefault("GROUPWISE_ADAPTER_DIRECTORY", f"groupwise-adapters-{uuid.uuid4().hex}")
+    return Path(tempfile.gettempdir(), name)

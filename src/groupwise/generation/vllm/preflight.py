@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from transformers import AutoConfig, PreTrainedConfig
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -43,6 +44,7 @@ class ServerInfo:
         weight_transfer: None without ``--weight-transfer-config``.
         max_lora_rank: None without ``--enable-lora``.
         num_engines: data-parallel copies of the model.
+        reports_versions: each sample comes with the versions of the weights that sampled it.
     """
 
     def __init__(self, url: str, given: dict[str, Any], version: str, probe_ids: list[int] | None) -> None:
@@ -52,23 +54,31 @@ class ServerInfo:
         self.dtype = str(model["dtype"]).removeprefix("torch.")
         self.quantization: str | None = model.get("quantization")
         self.logprobs_mode: str = model["logprobs_mode"]
-        self.max_model_length: int = model["max_model_len"]
+        self.max_model_length = int(model["max_model_len"])
         self.returns_sampling_mask = bool(model.get("return_sampling_mask"))
-        self.max_num_seqs: int = given["scheduler_config"]["max_num_seqs"]
-        self.num_engines: int = given["parallel_config"]["data_parallel_size"]
+        self.max_num_seqs = int(given["scheduler_config"]["max_num_seqs"])
+        self.num_engines = int(given["parallel_config"]["data_parallel_size"])
         self.weight_transfer: str | None = (given.get("weight_transfer_config") or {}).get("backend")
         self.max_lora_rank: int | None = (given.get("lora_config") or {}).get("max_lora_rank")
-        self.sends_keys = given.get("kv_transfer_config") is not None
+        self.sends_keys, self.reports_versions = given.get("kv_transfer_config") is not None, True
+        with suppress(InvalidVersion):  # "dev": built from its source
+            self.reports_versions = Version(version) >= _REPORTS_WEIGHTS
 
 
 async def _fetch(server: HttpClient) -> ServerInfo:
     path = "/server_info?config_format=json"
-    given = await server.call("GET", path, doing="reading its configuration")
-    version = await server.call("GET", "/version", doing="reading its version")
+    version = await server.call(
+        "GET", "/version", doing="reading its version", read=lambda answer: str(answer["version"])
+    )
     body, probe_ids = {"model": None, "prompt": _PROBE, "add_special_tokens": False}, None
     with suppress(BackendError):
-        probe_ids = (await server.call("POST", "/tokenize", body, doing="comparing tokenizers"))["tokens"]
-    return ServerInfo(server.url, given["vllm_config"], version["version"], probe_ids)
+        doing, read = "comparing tokenizers", itemgetter("tokens")
+        probe_ids = await server.call("POST", "/tokenize", body, doing=doing, read=read)
+
+    def info(answer: dict[str, Any]) -> ServerInfo:
+        return ServerInfo(server.url, answer["vllm_config"], version, probe_ids)
+
+    return await server.call("GET", path, doing="reading its configuration", read=info)
 
 
 def check_servers(
@@ -170,7 +180,7 @@ def _problems(
         f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as routers "
         f"and rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 "
         "and give the addresses of servers": (
-            (has_router or config.rollout_staleness > 0) and Version(info.version) < _REPORTS_WEIGHTS
+            (has_router or config.rollout_staleness > 0) and not info.reports_versions
         ),
         "it sends keys and values to workers behind the router, which an update would not replace; start it "
         "without --kv-transfer-config": has_router and info.sends_keys,

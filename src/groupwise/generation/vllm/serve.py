@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from groupwise.compat.vllm import serve_program
+
+_MONITORING = ("/health", "/ping", "/metrics")
+
+
+class RequireKey:
+    """ASGI middleware: the server's API key is needed for all routes but those that monitor it.
+
+    vLLM asks for the key on some routes, which those that replace weights and call its workers are not.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        is_open = scope["type"] != "http" or scope["method"] == "OPTIONS" or scope["path"] in _MONITORING
+        settings = None if is_open else getattr(scope["app"].state, "args", None)
+        keys = getattr(settings, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+        given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")[2]
+        allowed = [key for key in keys if key and not is_open]
+        if allowed and not any(secrets.compare_digest(given, key.encode()) for key in allowed):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b'{"error": "Unauthorized"}'})
+        else:
+            await self.app(scope, receive, send)
 
 
 def serve_command(
@@ -26,8 +53,8 @@ def serve_command(
 
     Args:
         model: hub id or directory of the trainer's model.
-        host: the routes that pause the server and replace its weights have no authentication; other addresses
-            than 127.0.0.1 need a network that only the trainer can reach.
+        host: without an API key (``VLLM_API_KEY``), other addresses than 127.0.0.1 need a network that only
+            the trainer can reach.
         device: "cuda" or "cpu".
         dtype: of the server's weights; "auto" is float32 on a CPU.
         max_model_length: maximum number of prompt and completion tokens; None: the model's own limit.
@@ -42,6 +69,7 @@ def serve_command(
     command = [*serve_program(), model, "--host", host, "--port", str(port)]
     command += ["--weight-transfer-config", json.dumps({"backend": transfer})]
     command += ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    command += ["--middleware", f"{RequireKey.__module__}.{RequireKey.__name__}"]
     command += ["--dtype", "float32" if device == "cpu" and dtype == "auto" else dtype]
     for flag, size in (("tensor", tensor_parallel_size), ("data", data_parallel_size)):
         if size > 1:

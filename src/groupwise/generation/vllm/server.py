@@ -158,16 +158,19 @@ class VLLMServerBackend(VLLMBackend):
         """Return the samples of each request; pushes the weights again to servers that lost them."""
         samples: dict[RequestKey, list[Completion]] = {}
         for _ in range(_ATTEMPTS):
-            if not any(self._on_all_ranks(partial(self._collect, requests, samples, sampling))):
+            lost = "".join(self._on_all_ranks(partial(self._collect, requests, samples, sampling)))
+            if not lost:
                 return [samples[request.key] for request in requests]
-            logger.warning("a vLLM server restarted without this run's weights; sending them again")
+            logger.warning(
+                "a vLLM server restarted without this run's weights (%s); sending them again", lost
+            )
             self.disconnect()
             self._check.done, step = False, self.version or 0
             assert self._source is not None  # set before the version
             self.record_digest(step, self.load_weights(self._source, step))
         raise BackendError(
             f"vLLM servers lost their weights {_ATTEMPTS} times within one generation; does another run send "
-            "its weights to the same servers?"
+            f"its weights to the same servers? The last one: {lost}"
         )
 
     def _collect(
@@ -175,13 +178,13 @@ class VLLMServerBackend(VLLMBackend):
         requests: list[Request],
         samples: dict[RequestKey, list[Completion]],
         sampling: SamplingOptions,
-    ) -> bool:
+    ) -> str:
         """Wait for the requests that ``samples`` lacks, add their results to it, and raise the first failure.
 
         Returns:
-            True if servers lost their weights, so that results are missing.
+            the last message about servers that lost their weights, so that results are missing; "" without.
         """
-        missing = [request for request in requests if request.key not in samples]
+        missing, lost = [request for request in requests if request.key not in samples], ""
         self._submit(missing, sampling)
         waiting = {self._pending.pop(request.key): request for request in missing}
         while waiting:
@@ -189,13 +192,15 @@ class VLLMServerBackend(VLLMBackend):
             finished = []
             for future in [future for future in waiting if future in done]:
                 request = waiting.pop(future)
-                with suppress(LostWeightsError):
+                try:
                     samples[request.key] = future.result()
                     finished.append(request)
+                except LostWeightsError as error:
+                    lost = str(error)
             if sampling.on_finished is not None and finished:
                 rows = [row for request in finished for row in request.rows]
                 sampling.on_finished(rows, [one for request in finished for one in samples[request.key]])
-        return len(samples) < len(requests)
+        return lost
 
     @property
     def servers(self) -> VLLMServers:
@@ -209,7 +214,10 @@ class VLLMServerBackend(VLLMBackend):
         if self._servers is None:
             config, urls = self.config, server_urls(self.config)
             run_id = gather_object([uuid.uuid4().hex[:12]])[0]  # that of rank 0
-            self._servers = VLLMServers(urls, config.vllm_server_timeout, self._start_hint, run_id)
+            vocab_size = self.model_config.get_text_config(decoder=True).vocab_size
+            self._servers = VLLMServers(
+                urls, config.vllm_server_timeout, self._start_hint, run_id, vocab_size
+            )
             self._on_all_ranks(self._check_servers)
 
     def _check_servers(self) -> None:

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 
 from groupwise.compat.vllm import sparse_patch, trainer_engine
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.plugin import BACKEND
+from groupwise.generation.vllm.plugin import ADAPTER_FILES, BACKEND
 from groupwise.generation.vllm.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
 from groupwise.policy.weight_iterator import BUCKET_BYTES, LoRAWeights, buckets
 from groupwise.threads import settle, start_thread
@@ -312,8 +312,9 @@ class AdapterTransfer:
         self.unload(self.names[: -self.num_previous or None])
         path = self.directory / name
         path.mkdir()
-        save_file(dict(adapter.tensors), path / "adapter_model.safetensors")  # in the format of PEFT
-        (path / "adapter_config.json").write_text(json.dumps(adapter.config, default=str))
+        weights, settings = (path / name for name in ADAPTER_FILES)
+        save_file(dict(adapter.tensors), weights)
+        settings.write_text(json.dumps(adapter.config, default=str))
         self.names.append(name)
         try:
             self.engines.load_adapter(name, path)
