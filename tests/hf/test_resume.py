@@ -29,9 +29,10 @@ from support.resume_runs import (
     vowels,
     vowels_of_odd_prompts,
 )
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from groupwise.errors import ConfigError, RewardError, TrainingError
+from groupwise.hf import checkpointing
 
 TIMEOUT = 180  # seconds
 
@@ -200,6 +201,131 @@ def test_resume_with_an_adapter_trained_before(tmp_path: Path) -> None:
         return make_trainer(directory, model=peft.get_peft_model(llama(), adapter), beta=0.1, **settings)
 
     _assert_resumes(tmp_path, [3], make, num_iterations=2, steps_per_generation=2)
+
+
+@pytest.mark.parametrize("trained", ["default", "second"])
+def test_resume_restores_every_adapter(tmp_path: Path, trained: str) -> None:
+    """The adapter that is trained, below or beside another one; and the best one is loaded at the end."""
+    peft = pytest.importorskip("peft")
+
+    def make(directory: Path, **settings: Any) -> Any:
+        torch.manual_seed(1)
+        adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(llama(), adapter)
+        model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["v_proj"], init_lora_weights=False))
+        model.set_adapter(trained)
+        beta = 0.0 if trained == "default" else 0.1  # with a frozen copy as the reference
+        return make_trainer(directory, model=model, beta=beta, max_steps=4, **settings)
+
+    whole = _assert_resumes(tmp_path, [2], make)
+    best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_step", "save_steps": 1}
+    run = make(tmp_path / "best", **best, load_best_model_at_end=True, greater_is_better=False)
+    run.evaluate = lambda *_, **__: {"eval_step": run.state.global_step}  # the first is best
+    run.train()
+    assert run.state.best_model_checkpoint.endswith("checkpoint-1")
+    first = make(tmp_path / "first")
+    first.load_checkpoint_weights(str(tmp_path / "whole" / "checkpoint-1"))
+    _assert_same_weights(_weights(run), _weights(first))
+    assert any(not torch.equal(value, _weights(first)[name]) for name, value in _weights(whole).items())
+
+
+def test_resume_with_an_encoder_of_virtual_tokens(tmp_path: Path) -> None:
+    """PEFT saves the virtual tokens, from which the encoder cannot be restored."""
+    peft = pytest.importorskip("peft")
+
+    def make(directory: Path, **settings: Any) -> Any:
+        adapter = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        return make_trainer(directory, peft_config=adapter, max_steps=3, **settings)
+
+    _assert_resumes(tmp_path, [2], make)
+
+
+def _lora_run(directory: Path, base: Any = None, **changes: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    target = {"target_modules": ["q_proj", "v_proj"]}
+    adapter = peft.LoraConfig(**{"r": 2, "lora_alpha": 8, **target, **changes})
+    return make_trainer(directory, model=llama() if base is None else base, peft_config=adapter, max_steps=2)
+
+
+@pytest.fixture(scope="module")
+def lora_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("lora")
+    _lora_run(directory).train()
+    return str(directory / "checkpoint-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_alpha": 64}, r"lora_alpha=64 \(was 8\) in adapter 'default'.*new run that continues it"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"target_modules": ["q_proj", "o_proj"]}, r"target_modules=\['o_proj', 'q_proj'\]"),
+        ({"r": 4}, r"r=4 \(was 2\)"),
+    ],
+    ids=str,
+)
+def test_resume_with_other_settings_of_the_adapter_is_refused(
+    tmp_path: Path, lora_checkpoint: str, changes: dict[str, Any], message: str
+) -> None:
+    run = _lora_run(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        run.train(resume_from_checkpoint=lora_checkpoint)
+
+
+def test_resume_with_other_adapters_is_refused(tmp_path: Path, lora_checkpoint: str) -> None:
+    peft = pytest.importorskip("peft")
+    run = _lora_run(tmp_path)
+    run.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="adapter 'second' added"):
+        run.train(resume_from_checkpoint=lora_checkpoint)
+    with pytest.raises(ConfigError, match="adapter 'default' removed"):
+        make_trainer(tmp_path / "full").train(resume_from_checkpoint=lora_checkpoint)
+
+
+def test_resume_on_another_base_model_is_refused(tmp_path: Path, lora_checkpoint: str) -> None:
+    base = llama()
+    with torch.no_grad():
+        base.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3  # one value of one frozen matrix
+    run = _lora_run(tmp_path, base)
+    with pytest.raises(ConfigError, match=r"1 of \d+ weights .*layers\.1\.mlp\.up_proj.*resume with"):
+        run.train(resume_from_checkpoint=lora_checkpoint)
+
+
+def test_resume_with_another_dropout_or_dtype_is_a_warning(
+    tmp_path: Path, lora_checkpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _lora_run(tmp_path / "dropout", lora_dropout=0.1).train(resume_from_checkpoint=lora_checkpoint)
+    assert (
+        "resumed with lora_dropout=0.1 (was 0.0) in adapter 'default', from the first step on" in caplog.text
+    )
+    assert "weights of the policy differ" not in caplog.text
+    _lora_run(tmp_path / "bf16", llama().bfloat16()).train(resume_from_checkpoint=lora_checkpoint)
+    assert "(bfloat16, was float32)" in caplog.text
+
+
+def test_a_base_that_the_adapter_computes_may_differ_in_its_last_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decomposition of PiSSA depends on the number of threads."""
+    _lora_run(tmp_path, init_lora_weights="pissa").train()
+    run = _lora_run(tmp_path / "resumed", init_lora_weights="pissa")
+    with torch.no_grad():
+        run.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.mul_(1 + 2**-20)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "the run continues from these weights" in caplog.text
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_weights_that_were_not_loaded_end_the_resumed_run(
+    tmp_path: Path, adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = _lora_run if adapter else make_trainer
+    make(tmp_path).train()
+    run = make(tmp_path / "resumed")
+    monkeypatch.setattr(checkpointing, "load_adapters", lambda *_: None)
+    monkeypatch.setattr(Trainer, "_load_from_checkpoint", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"\d+ of \d+ weights of the policy differ"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_resume_keeps_the_adaptive_entropy_coefficient(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from groupwise.data.evaluation import EvaluationStream, evaluation_rows
 from groupwise.data.prompt_source import PromptSource, make_prompt_source
 from groupwise.data.sampler import as_rows, checked_eval_sampler, make_group_sampler
 from groupwise.data.train_loader import make_train_loader
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
@@ -41,6 +42,7 @@ from groupwise.hf.callbacks import MatmulOutputsCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import Stateful, StepState
+from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import allow_unused_vision_tower
 from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
@@ -82,7 +84,7 @@ class BaseTrainer(Trainer):
     ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
     ``_save_rng_state``                   5.2    inside a step, the state at its beginning is saved
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
-    ``_load_from_checkpoint``             5.2    renamed weights are converted back, samplers get the new ones
+    ``_load_from_checkpoint``             5.2    every adapter is loaded, renamed weights are converted
     ``_load_best_model``                  5.2    the same
     ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused
     ``_load_rng_state``                   5.2    restored before, not after the first generation
@@ -129,6 +131,7 @@ class BaseTrainer(Trainer):
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.applied_on_resume: Collection[str] = ()  # changed settings that a callback applies
+        self._digests = checkpointing.ModelDigests()
         self.rng = RandomState()
         self.run_directory = RunDirectory(args)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
@@ -213,6 +216,8 @@ class BaseTrainer(Trainer):
         with self.run_directory.open(resume_from_checkpoint) as directory:
             self.splitter.reset()  # no state of an earlier call
             self._window_loss, self.current_flos, self._logged_step = None, 0, 0
+            if directory is not None:
+                checkpointing.check_adapters(directory, cast(nn.Module, self.model))
             self._reset_run_state(directory)
             self.run_directory.move_aside()
             try:
@@ -457,6 +462,10 @@ class BaseTrainer(Trainer):
         state["optimizer"] = self.optimizer_classes()
         state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, args.process_index, args.world_size, state)
+        if args.should_save:
+            model = cast(nn.Module, self.model)
+            digests = {} if is_sharded(self.accelerator) else self._digests.of(model)
+            checkpointing.save_policy(directory, model, digests)
         if args.sync_ref_model and args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
@@ -506,15 +515,12 @@ class BaseTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         loaded = cast(nn.Module, self.model if model is None else model)
-        if not self._load_converted(resume_from_checkpoint, loaded):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.backend.invalidate_weights()  # other weights, maybe at the same step
-        self.reference.complete_load(loaded, resume_from_checkpoint)
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self._load_weights(resume_from_checkpoint, loaded, load)
 
     def _load_best_model(self) -> None:
-        if not self._load_converted(str(self.state.best_model_checkpoint), self.model):
-            super()._load_best_model()
-        self.backend.invalidate_weights()
+        load = super()._load_best_model
+        self._load_weights(str(self.state.best_model_checkpoint), cast(nn.Module, self.model), load)
 
     def load_checkpoint_weights(self, directory: str) -> None:
         """Load policy, reference and step number of a checkpoint, to sample from it without training.
@@ -526,17 +532,24 @@ class BaseTrainer(Trainer):
         self._load_from_checkpoint(directory)
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
-    def _load_converted(self, directory: str, model: nn.Module | None) -> bool:
-        """Load a checkpoint whose weight names differ from the model's; return False for any other.
+    def _load_weights(self, directory: str, model: nn.Module, load: Callable[[], None]) -> None:
+        """Load a checkpoint by ``load`` of ``Trainer``, except where it would keep weights of the model.
 
-        ``Trainer`` would log missing keys and continue with the weights of the model.
+        It skips some adapters, and logs weights whose names differ from the model's as missing.
+
+        Raises:
+            ConfigError: the weights are not those that the checkpoint was written with.
         """
-        if not isinstance(model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        if not checkpointing.has_converted_names(directory, model):
-            return False
-        checkpointing.load_converted(directory, model)
-        return True
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if not sharded and has_adapter(model):
+            checkpointing.load_adapters(directory, model)
+        elif not sharded and checkpointing.has_converted_names(directory, model):
+            checkpointing.load_converted(directory, cast(PreTrainedModel, model))
+        else:
+            load()
+        if not sharded:
+            checkpointing.check_loaded(directory, model, self._digests.of(model))
+        self.backend.invalidate_weights()  # other weights, maybe at the same step
 
     def optimizer_classes(self) -> list[str]:
         """Return package and class of optimizer and scheduler; other classes cannot load their states."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -16,10 +17,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from groupwise.compat.transformers import trainer_state_name
+from groupwise.compat.transformers import name_or_path, trainer_state_name
 from groupwise.core.entropy import EntropyControl
 from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import (
+    CausalLM,
+    adapters_of,
+    changes_base,
+    has_prompt_learning,
+    without_adapter,
+)
+from groupwise.policy.reference import FrozenAdapter
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.evaluation import EvaluatedCompletion
 
@@ -28,6 +37,17 @@ logger = logging.getLogger(__name__)
 STATE = "groupwise_state_{rank}.pt"
 MANIFEST = "groupwise_manifest.json"
 _REFERENCE = "groupwise_reference.pt"
+_POLICY = "groupwise_policy.json"
+_VIRTUAL_TOKENS = "groupwise_virtual_tokens.pt"
+# Fields of an adapter's configuration that do not change the function of its weights.
+_NOT_TRAINED = (
+    *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
+    *("runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+_CONTINUE = (
+    "start a new run that continues it: its directory as the model, or for an adapter "
+    "model=PeftModel.from_pretrained(base, directory, is_trainable=True)"
+)
 _HASHED_BYTES = 2**24  # larger files have a size in the manifest and no digest
 
 
@@ -200,3 +220,122 @@ def load_reference(directory: str, model: nn.Module | None, *, sync_ref_model: b
             "reference; resume with sync_ref_model=False, or start a new run from its weights"
         )
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+class ModelDigests:
+    """Digests of a model's weights; frozen weights are read once."""
+
+    def __init__(self) -> None:
+        self._frozen: dict[str, tuple[int, str]] = {}  # address and digest
+
+    def of(self, model: nn.Module) -> dict[str, str]:
+        """Return dtype and digest of every parameter by its name, such as "float32 1f0c"."""
+        from groupwise.policy.digests import tensor_digest  # a run without checkpoints needs none
+
+        digests = {}
+        for name, parameter in model.named_parameters():
+            address, digest = self._frozen.pop(name, (None, ""))
+            if parameter.is_meta:  # offloaded to disk
+                continue
+            if parameter.requires_grad or address != parameter.data_ptr():
+                values = parameter.detach()
+                values = values.view(torch.uint8) if values.element_size() == 1 else values  # float8
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                digest = f"{dtype} {tensor_digest(values).item() % 2**64:x}"
+            if not parameter.requires_grad:
+                self._frozen[name] = parameter.data_ptr(), digest
+            digests[name] = digest
+        return digests
+
+
+def policy_record(model: CausalLM, digests: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a resumed run compares: base model, configurations of adapters, digests, as in JSON."""
+    configs = {name: adapter.to_dict() for name, adapter in getattr(model, "peft_config", {}).items()}
+    base = name_or_path(without_adapter(model).config)
+    record = {"base_model": base, "adapters": configs, "weights": digests}
+    return json.loads(json.dumps(record, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
+
+
+def save_policy(directory: str, model: CausalLM, digests: Mapping[str, str]) -> None:
+    """Write the record of the policy, and the encoder of virtual tokens: PEFT saves its output alone."""
+    text = json.dumps(policy_record(model, digests), indent=1)
+    Path(directory, _POLICY).write_text(text, encoding="utf-8")
+    if has_prompt_learning(model):
+        torch.save(model.prompt_encoder.state_dict(), os.path.join(directory, _VIRTUAL_TOKENS))
+
+
+def check_adapters(directory: str, model: CausalLM) -> None:
+    """Compare the adapters of a policy with those of the checkpoint that it will be loaded from.
+
+    Raises:
+        ConfigError: an adapter was added, removed, or has settings that its weights were not trained with. A
+            changed dropout rate is a warning.
+    """
+    path = Path(directory, _POLICY)
+    if not path.is_file():  # of an earlier version
+        return
+    saved = json.loads(path.read_text(encoding="utf-8"))["adapters"]
+    now = policy_record(model, {})["adapters"]
+    names = sorted((saved.keys() ^ now.keys()) - {FrozenAdapter.name})
+    changes = [f"adapter {name!r} {'added' if name in now else 'removed'}" for name in names]
+    rates: list[str] = []
+    for name in saved.keys() & now.keys():
+        for field, was in saved[name].items():
+            given = now[name].get(field, was)  # absent: of another version of PEFT
+            if given != was and field not in _NOT_TRAINED and not field.startswith("init_"):
+                text = f"{field}={given!r} (was {was!r}) in adapter {name!r}"
+                (rates if "dropout" in field else changes).append(text)
+    if changes:
+        raise ConfigError(
+            f"resumed from {directory!r} with {'; '.join(changes)}: the weights were trained otherwise. "
+            f"Resume with the adapters of the checkpoint, or {_CONTINUE}"
+        )
+    if rates:
+        logger.warning("resumed with %s, from the first step on", "; ".join(rates))
+
+
+def load_adapters(directory: str, model: CausalLM) -> None:
+    """Load all adapters of a PEFT model; the reference stays as it is if the checkpoint has none.
+
+    If a checkpoint has adapters in subdirectories, ``Trainer`` skips the one at its top.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    virtual_tokens = os.path.join(directory, _VIRTUAL_TOKENS)
+    if os.path.isfile(virtual_tokens):
+        saved = torch.load(virtual_tokens, map_location="cpu", weights_only=True)
+        model.prompt_encoder.load_state_dict(saved)
+        return
+    for name in model.peft_config:
+        folder = directory if name == "default" else os.path.join(directory, name)
+        if name != FrozenAdapter.name or os.path.isdir(folder):
+            set_peft_model_state_dict(model, load_peft_weights(folder, device="cpu"), adapter_name=name)
+
+
+def check_loaded(directory: str, model: CausalLM, digests: Mapping[str, str]) -> None:
+    """Compare the digests of a policy with those of the checkpoint that it was loaded from.
+
+    Raises:
+        ConfigError: weights differ; those with another dtype, and a base that is computed when the adapter is
+            attached (PiSSA), are a warning.
+    """
+    path, optional = Path(directory, _POLICY), f".{FrozenAdapter.name}."
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"weights": {}}
+    changed = {
+        name: (was.split()[0], digests.get(name, "absent").split()[0])
+        for name, was in record["weights"].items()
+        if digests.get(name) != was and (optional not in name or name in digests)
+    }
+    if not changed:
+        return
+    (name, (was, now)), base = next(iter(changed.items())), name_or_path(without_adapter(model).config)
+    message = (
+        f"{len(changed)} of {len(record['weights'])} weights of the policy differ from those of checkpoint "
+        f"{directory!r}, such as {name} ({now}, was {was}), with base model {base!r} "
+        f"(was {record['base_model']!r})"
+    )
+    rounded = all(was != now != "absent" for was, now in changed.values())
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not rounded and not (any(map(changes_base, adapters_of(model))) and frozen.issuperset(changed)):
+        raise ConfigError(f"{message}; resume with the model of the checkpoint, or {_CONTINUE}")
+    logger.warning("%s; the run continues from these weights", message)

@@ -26,6 +26,9 @@ CausalLM: TypeAlias = Any
 #: Loading options that select the configuration of a checkpoint.
 _WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
 
+#: Values of ``init_lora_weights`` with which an adapter leaves the base weights as they are.
+KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
+
 # Below wrappers and adapters.
 
 
@@ -109,6 +112,11 @@ def adapters_of(model: object, peft_config: PeftConfig | None = None) -> list[Pe
 def adapter_type(adapter: PeftConfig) -> str:
     """Return PEFT's name of an adapter, such as "LORA"."""
     return str(getattr(adapter.peft_type, "value", adapter.peft_type))
+
+
+def changes_base(adapter: PeftConfig) -> bool:
+    """Return True if attaching the adapter changes the base weights, as PiSSA and OLoRA do."""
+    return getattr(adapter, "init_lora_weights", True) not in KEEPS_BASE
 
 
 def has_prompt_learning(model: nn.Module) -> bool:

@@ -43,9 +43,6 @@ class Reference:
     def mix(self, policy: nn.Module, alpha: float) -> None:
         """Update the reference: π_ref ← α π_θ + (1 − α) π_ref (TR-DPO, arXiv 2404.09656, eq. 3)."""
 
-    def complete_load(self, policy: nn.Module, directory: str) -> None:
-        """Load weights of ``policy`` that ``Trainer`` skips when it loads a checkpoint."""
-
 
 class SeparateReference(Reference):
     """Frozen model: a copy of the whole policy, or a model that a script assigned."""
@@ -95,11 +92,6 @@ class FrozenAdapter(Reference):
             yield policy
         finally:
             adapters.set_adapter(self.trained)
-
-    def complete_load(self, policy: nn.Module, directory: str) -> None:
-        # With several adapters Trainer loads only those in subdirectories; `default` is saved at the top.
-        if self.trained == "default":
-            cast("PeftModel", policy).load_adapter(directory, self.trained, is_trainable=True)
 
 
 def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter: bool) -> Reference:

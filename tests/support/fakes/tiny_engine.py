@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from groupwise.generation.vllm.digests import row_digests
 from groupwise.generation.vllm.plugin import ADAPTERS
 from groupwise.generation.vllm.weight_places import DigestReport, find_places
+from groupwise.policy.digests import row_digests
 
 FUSED = {
     "q_proj": ("qkv_proj", 0),

@@ -18,9 +18,9 @@ import torch
 
 from groupwise.compat import vllm_weights
 from groupwise.compat.vllm import register_weight_transfer_engine
-from groupwise.generation.vllm.digests import row_digests
 from groupwise.generation.vllm.weight_check import Report
 from groupwise.generation.vllm.weight_places import DigestReport, Places, find_places
+from groupwise.policy.digests import row_digests
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm.digests import columns_of, part_digest, sampled_columns, tensor_digest
+from groupwise.policy.digests import columns_of, part_digest, sampled_columns, tensor_digest
 from groupwise.policy.weight_iterator import LoRAWeights
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from groupwise.compat.torch import observed_operations, storage_id
-from groupwise.generation.vllm.digests import (
+from groupwise.policy.digests import (
     columns_of,
     digest_of_rows,
     part_digest,

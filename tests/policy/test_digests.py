@@ -13,16 +13,16 @@ from support.fakes.tiny_engine import TinyEngine
 from support.runs import policy
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import digests
-from groupwise.generation.vllm.digests import (
+from groupwise.generation.vllm.weight_check import WeightCheck
+from groupwise.generation.vllm.weight_places import DigestReport, Place, find_places
+from groupwise.policy import digests
+from groupwise.policy.digests import (
     columns_of,
     part_digest,
     position_weights,
     sampled_columns,
     tensor_digest,
 )
-from groupwise.generation.vllm.weight_check import WeightCheck
-from groupwise.generation.vllm.weight_places import DigestReport, Place, find_places
 from groupwise.policy.weight_iterator import weight_iterator
 
 ROW, COLUMN = digests._ROW, digests._COLUMN
