@@ -16,7 +16,7 @@ import gsm8k
 import pytest
 import yaml
 from support.tiny_smollm2 import save_tiny_smollm2
-from support.workers.launch import run
+from support.workers.launch import IMPORTS, run, without_extras
 
 from groupwise import GRPOConfig
 
@@ -40,6 +40,10 @@ PUBLIC = (
 )
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
+#: Examples that need extras, and Pillow; the others run in a process that cannot import any.
+NEEDS = {"lora.py": without_extras("peft"), "vlm.py": IMPORTS} | {
+    path.name: IMPORTS for path in SCRIPTS if any(package in path.stem for package in OPTIONAL)
+}
 #: The others run with a model of two layers that has its tokenizer.
 WITH_REAL_MODEL = ("custom_reward.py", "gsm8k.py")
 #: Answers of that model: calls of the tool of the example.
@@ -73,7 +77,8 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         flags += ["--data", tmp_path, "--questions_per_step", 2, "--max_completion_length", 12]
     steps = 3 if script.name == "gsm8k.py" else 1
     arguments = ["--max_steps", steps, "--output_dir", tmp_path / "out", *flags]
-    done = run(*command, script, *arguments, directory=tmp_path)
+    imports = NEEDS.get(script.name, without_extras())
+    done = run(*command, script, *arguments, directory=tmp_path, imports=imports)
     shown = done.stdout
     assert done.returncode == 0, shown[-2000:] + done.stderr[-4000:]
     assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else f"{steps} steps in ") in shown

@@ -25,7 +25,7 @@ from groupwise.config.redact import masked
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of
 from groupwise.config.validation import check
-from groupwise.errors import warn_once
+from groupwise.errors import ConfigError, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class GRPOConfig(GRPOFields):
         # Newer transformers renamed the field, and warn about the old name even for our default.
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
+        if self.deepspeed and importlib.util.find_spec("deepspeed") is None:  # transformers: a TypeError
+            raise ConfigError("deepspeed needs the package DeepSpeed: pip install 'groupwise[deepspeed]'")
         super().__post_init__()
         # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
         self.output_dir = os.path.abspath(str(self.output_dir))

@@ -172,8 +172,9 @@ def report_to_is_installed(c: GRPOFields) -> Iterator[str]:
             yield violation(f"report_to={name!r} is unknown", ", ".join(known), nearest)
         elif name not in (*installed, *never_listed):
             given = f"report_to={name!r} needs a package that is not installed"
-            extra = "'groupwise[dashboards]'" if name in ("tensorboard", "trackio", "wandb") else name
-            yield violation(given, ", ".join(installed) or "none", f"'none', or run pip install {extra}")
+            extra = {"tensorboard": "dashboards", "wandb": "dashboards", "trackio": "trackio"}.get(name)
+            package = f"'groupwise[{extra}]'" if extra else name
+            yield violation(given, ", ".join(installed) or "none", f"'none', or run pip install {package}")
 
 
 @rule(loss_kwargs={"tau": 1.0})

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
+from support.workers.launch import EXTRAS, run, without_extras
 
 from groupwise.commands.cli import COMMANDS, main
 from groupwise.commands.cli.run_file import read_run
@@ -225,3 +227,56 @@ def test_env_names_versions(capsys):
     shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     assert shown["torch"].strip() == torch.__version__
     assert {"groupwise", "transformers", "python", "processor cores", "memory", "bfloat16"} <= set(shown)
+
+
+def groupwise(*arguments: object, installed: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a command in an installation with these extras alone."""
+    return run("-m", "groupwise.cli", *arguments, imports=without_extras(*installed))
+
+
+def test_the_extras_are_those_of_the_package():
+    pyproject = Path(__file__).resolve().parents[3] / "pyproject.toml"
+    declared = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]
+    assert set(EXTRAS) == set(declared) - {"test", "docs"}
+
+
+def test_commands_run_without_extras(run_file):
+    """Each in a process that cannot import an extra; the sweep trains its runs without adapters in turn."""
+    sweep = Path(run_file(runs={"low": {}, "high": {"learning_rate": 1e-3}})).rename("sweep.yaml")
+    path = run_file(save_rollouts=True, save_strategy="steps", save_steps=1)
+    for command in (
+        ("env",),
+        ("train", "--config", path),
+        ("report", "out"),
+        ("replay", "out"),
+        ("doctor", "--config", path),
+        ("vllm-serve", "--config", path, "--device", "cuda", "--dry_run"),
+        ("sweep", "--config", sweep, "--output_dir", "sweep"),
+    ):
+        done = groupwise(*command)
+        assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("changes", [{}, {"runs": {"low": {}, "high": {"learning_rate": 1e-3}}}])
+def test_adapters_need_peft_alone(run_file, changes):
+    path = run_file(lora={"r": 2, "target_modules": ["q_proj"]}, **changes)
+    done = groupwise("sweep" if changes else "train", "--config", path, installed=("peft",))
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes"),
+    [
+        ("peft", {"lora": {"r": 2}}),
+        ("server", {"use_vllm": True, "vllm_mode": "server"}),
+        ("vllm", {"use_vllm": True, "vllm_mode": "colocate"}),
+        ("liger", {"use_liger_kernel": True}),
+        ("rewards", {"rewards": "accuracy_reward"}),
+        ("trackio", {"report_to": "trackio"}),
+        ("dashboards", {"report_to": "wandb"}),
+        ("deepspeed", {"deepspeed": {"zero_optimization": {"stage": 2}}}),
+    ],
+)
+def test_a_run_that_needs_an_extra_names_it(run_file, extra, changes):
+    done = groupwise("train", "--config", run_file(**changes))
+    assert done.returncode == 2 and f"pip install 'groupwise[{extra}]'" in done.stderr, done.stderr[-3000:]

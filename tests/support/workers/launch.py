@@ -33,8 +33,29 @@ WITH_VLLM = (
     *(*IMPORTS, "vllm", "vllm.entrypoints.openai.api_server"),
     *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
 )
+#: Modules of each extra of pyproject.toml; the installation without extras lacks them, and Pillow.
+EXTRAS = {
+    "peft": ("peft",),
+    "server": ("httpx",),
+    "vllm": ("vllm",),
+    "kernels": ("kernels",),
+    "deepspeed": ("deepspeed",),
+    "liger": ("liger_kernel",),
+    "rewards": ("math_verify", "latex2sympy2_extended", "reasoning_gym"),
+    "verifiers": ("verifiers",),
+    "openenv": ("websockets",),
+    "trackio": ("trackio",),
+    "dashboards": ("tensorboard", "tensorboardX", "wandb", "matplotlib"),
+    "quickstart": ("gguf",),
+}
 #: Time for the other ranks to end on their own after one failed, seconds.
 GRACE = 15.0
+
+
+def without_extras(*installed: str) -> tuple[str, ...]:
+    """Return ``imports`` of a process in which no extra but ``installed`` can be imported."""
+    missing = [name for extra, names in EXTRAS.items() if extra not in installed for name in names]
+    return (*(f"-{name}" for name in (*missing, "PIL", "trl", "bitsandbytes")), *IMPORTS)
 
 
 class _Server:
@@ -73,7 +94,7 @@ class Script:
         command: a script and its arguments, or ``-m``, a module and its arguments.
         environment: variables beside those of the tests.
         directory: working directory; that of the tests without one.
-        imports: modules that the forking process imports.
+        imports: modules that the forking process imports; ``-NAME`` is one that cannot be imported.
     """
 
     def __init__(
@@ -155,6 +176,9 @@ def _serve(imports: list[str]) -> dict[str, Any]:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # imports may print
     for name in imports:
+        if name.startswith("-"):
+            sys.modules[name[1:]] = None  # type: ignore[assignment]  # find_spec returns None, import raises
+            continue
         with contextlib.suppress(ModuleNotFoundError):  # an optional package
             importlib.import_module(name)
     gc.collect()

@@ -33,17 +33,17 @@ from groupwise.commands.sweeps.commands import (
 from groupwise.commands.sweeps.pruning import HeldOutScores, Pruning
 from groupwise.commands.sweeps.sampler import PolicySampler
 from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
-from groupwise.commands.sweeps.vllm import EngineSampler, ServerSampler, check_settings
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import OPTIMIZER_STATE, TRAINER_STATE
 from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
-from groupwise.generation.base import check_backend
+from groupwise.generation.base import check_backend, json_dict
 from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
+from groupwise.registry import Registry
 from groupwise.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -66,7 +66,14 @@ REFUSED: dict[str, Any] = {
 #: ``Setting.on_resume`` of settings whose value in a checkpoint acts.
 _OF_CHECKPOINT = (OPTIMIZER_STATE, TRAINER_STATE)
 #: Samplers by the name of the backend that a run on its own has.
-SAMPLERS: dict[str, Any] = {"transformers": PolicySampler, "server": ServerSampler, "colocate": EngineSampler}
+SAMPLERS: Registry[Any] = Registry(
+    "sampler",
+    {
+        "transformers": PolicySampler,
+        "server": "groupwise.commands.sweeps.vllm:ServerSampler",  # needs httpx
+        "colocate": "groupwise.commands.sweeps.vllm:EngineSampler",
+    },
+)
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
 
@@ -565,5 +572,9 @@ def _check_run(run: SweepRun, directory: Path) -> None:
                     f"run {run.name!r} has {name}={getattr(args, name)!r}, which runs that share a base "
                     f"model cannot have; train it on its own, or set {name}={allowed!r}"
                 )
-        check_settings(run.name, args)
+        if not json_dict(args.vllm_engine_kwargs).get("enable_lora", True):
+            raise ConfigError(
+                f"run {run.name!r} has vllm_engine_kwargs['enable_lora']=False, which sends merged weights, "
+                "and the engine of a sweep has one base model with the adapters of all runs; leave it out"
+            )
         check_backend(args)

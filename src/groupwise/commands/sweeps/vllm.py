@@ -12,7 +12,7 @@ from groupwise.commands.sweeps.adapters import lora_layers, shared_copy
 from groupwise.commands.sweeps.sampler import Runs
 from groupwise.commands.sweeps.turns import TurnThread
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import BackendError
 from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import Request
@@ -116,19 +116,6 @@ class EngineSampler(ServerSampler):
         calls = [call for of_run in requests for call in of_run]
         samples = iter(generate_together(self.started.engine, calls))
         return [[next(samples) for _ in of_run] for of_run in requests]
-
-
-def check_settings(run: str, config: GRPOConfig) -> None:
-    """Check the settings of a run with an adapter.
-
-    Raises:
-        ConfigError: merged weights would be sent to an engine that all runs share.
-    """
-    if not json_dict(config.vllm_engine_kwargs).get("enable_lora", True):
-        raise ConfigError(
-            f"run {run!r} has vllm_engine_kwargs['enable_lora']=False, which sends merged weights, and the "
-            "engine of a sweep has one base model with the adapters of all runs; leave it out"
-        )
 
 
 def _rank(adapter: Any) -> int:

@@ -36,7 +36,7 @@ from groupwise.threads import EventLoop
 try:
     import httpx
 except ImportError as missing:
-    raise ConfigError("vllm_mode='server' needs httpx: pip install 'groupwise[vllm]'") from missing
+    raise ConfigError("vllm_mode='server' needs httpx: pip install 'groupwise[server]'") from missing
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
