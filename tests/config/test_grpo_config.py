@@ -270,3 +270,46 @@ def test_parse_dict_with_json_lists(tmp_path):
     )
     assert config.reward_weights == [1.0, 2.0]
     assert config.log_completions is True
+
+
+def test_unknown_arguments_are_in_one_message_with_the_nearest_name_and_the_way_out():
+    given = {"num_generation": 4, "betta": 0.1, "frequency": 3}
+    old = {
+        "evaluation_strategy": "steps",
+        "vllm_dtype": "auto",
+        "vllm_max_model_len": 64,
+        "peft_config": None,
+    }
+    with pytest.raises(ConfigError) as error:
+        GRPOConfig("out", **given, **old)
+    assert str(error.value).splitlines() == [
+        "7 name(s) that are no settings:",
+        "  - unknown argument 'num_generation'; nearest: 'num_generations'",
+        "  - unknown argument 'betta'; nearest: 'beta'",
+        "  - unknown argument 'frequency'",
+        "  - argument 'evaluation_strategy': removed from TrainingArguments in transformers 5; write "
+        "eval_strategy",
+        "  - argument 'vllm_dtype': write vllm_engine_kwargs: {dtype: …}",
+        "  - unknown argument 'vllm_max_model_len'; nearest: 'vllm_max_model_length'",
+        "  - argument 'peft_config': pass it to GRPOTrainer",
+    ]
+    with pytest.raises(ConfigError, match="nearest: 'seed'"):
+        dataclasses.replace(GRPOConfig("out", report_to="none"), sed=1)
+
+
+def test_unknown_arguments_of_subclasses():
+    @dataclasses.dataclass
+    class WithField(GRPOConfig):
+        reward_scale: float = 1.0
+
+    class WithConstructor(GRPOConfig):
+        def __init__(self, *args, reward_scale=1.0, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.reward_scale = reward_scale
+
+    for kind in (WithField, WithConstructor):
+        assert kind("out", report_to="none", reward_scale=2.0).reward_scale == 2.0
+    with pytest.raises(ConfigError, match="unknown argument 'reward_scal'; nearest: 'reward_scale'"):
+        WithField("out", reward_scal=2.0)
+    with pytest.raises(TypeError, match="reward_scal"):  # of its own constructor, which takes any name
+        WithConstructor("out", reward_scal=2.0)

@@ -8,24 +8,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import json
 import logging
 import os
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.utils import is_torch_xla_available
 
 from groupwise.compat.torch import has_native_bf16_cpu
-from groupwise.compat.trl import is_trl_default
+from groupwise.compat.trl import is_trl_default, reason_not_a_setting
 from groupwise.config.fields import GRPOFields
 from groupwise.config.redact import masked
 from groupwise.config.sampling import SAMPLING_FIELDS
-from groupwise.config.settings import default_of
+from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import check
 from groupwise.errors import ConfigError, warn_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,16 @@ class GRPOConfig(GRPOFields):
     Raises:
         ConfigError: one line per violated constraint.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse unknown names, which the generated constructor would report without the nearest one."""
+        known = inspect.signature(cls.__init__).parameters  # also of a subclass with its own constructor
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            unknown = {
+                name: reason_not_a_setting(name, in_file=False) for name in kwargs if name not in known
+            }
+            refuse_unknown({f"argument {name!r}": (name, reason) for name, reason in unknown.items()}, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         reopen_derived(self)

@@ -19,6 +19,9 @@ from groupwise.errors import ConfigError, nearest_name
 
 Config = TypeVar("Config", bound=type)
 
+#: Least similarity (0 to 1) of a name that is suggested for an unknown one: one character of seven differs.
+_NEAR = 0.85
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -186,6 +189,25 @@ class Setting:
 def violation(given: str, allowed: str, nearest: str) -> str:
     """Return the message of a violated constraint."""
     return f"{given}; allowed: {allowed}; nearest valid: {nearest}"
+
+
+def refuse_unknown(given: Mapping[str, tuple[str, str]], options: Collection[str]) -> None:
+    """Refuse names that are not settings, all in one message.
+
+    Args:
+        given: name, and the way out where it is known, by how the message shows the name.
+        options: names that others are compared with.
+
+    Raises:
+        ConfigError: one line for each name, with its way out or the nearest option.
+    """
+    lines = []
+    for shown, (name, reason) in given.items():
+        nearest = nearest_name(name, options, cutoff=_NEAR)
+        hint = f"; nearest: {'--' * shown.startswith('flag') + nearest!r}" if nearest else ""
+        lines.append(f"{shown}: {reason}" if reason else f"unknown {shown}{hint}")
+    if lines:
+        raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no settings:", *lines]))
 
 
 def check_value(name: str, value: object, kind: type, **bounds: Any) -> None:

@@ -14,7 +14,7 @@ from support.workers.launch import run
 
 from groupwise.commands.cli import main
 from groupwise.commands.cli.run_file import read_run
-from groupwise.commands.cli.trl_keys import OTHERS, REMOVED
+from groupwise.compat.trl import OTHERS, REMOVED
 from groupwise.errors import ConfigError
 
 #: The keys of ``run_file`` under the names of trl grpo, with an adapter on the attention and an evaluation.

@@ -20,15 +20,12 @@ from groupwise.commands.cli.trl_keys import RENAMED, TRL_KEYS, add_flags, reason
 from groupwise.config.fields import Json
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
-from groupwise.errors import ConfigError, GroupwiseError, boundary, nearest_name
+from groupwise.config.settings import refuse_unknown
+from groupwise.errors import ConfigError, GroupwiseError, boundary
 
 
 def _opt(doc: str, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": doc})
-
-
-#: Least similarity (0 to 1) of a name that is suggested for an unknown one: one character of seven differs.
-_NEAR = 0.85
 
 
 @dataclass
@@ -154,17 +151,12 @@ def _check_names(
     given |= {f"flag '--{name}'": (name, value) for name, value in flags.items() if name in TRL_KEYS}
     for flag in (text.split("=")[0] for text in extra if text.startswith("--")):
         given[f"flag {flag!r}"] = (flag[2:].replace("-", "_"), True)
-    lines = []
+    wrong = {}
     for text, (name, value) in given.items():
         key = TRL_KEYS.get(name)
-        if name in known or (key is not None and not (key.instead and value)):
-            continue
-        nearest = nearest_name(name, [*known, *TRL_KEYS], cutoff=_NEAR)
-        hint = f"; nearest: {'--' * text.startswith('flag') + nearest!r}" if nearest else ""
-        reason = reason_to_refuse(name)
-        lines.append(f"{text}: {reason}" if reason else f"unknown {text}{hint}")
-    if lines:
-        raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no settings:", *lines]))
+        if name not in known and (key is None or (key.instead and value)):
+            wrong[text] = name, reason_to_refuse(name)
+    refuse_unknown(wrong, [*known, *TRL_KEYS])
     if extra:
         raise ConfigError(f"{extra[0]!r} is not the value of a flag; write --field value")
 

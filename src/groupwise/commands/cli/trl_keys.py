@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.hf_argparser import string_to_bool
 
+from groupwise.compat.trl import LAUNCH, reason_not_a_setting
 from groupwise.errors import ConfigError
 
 
@@ -72,65 +73,6 @@ TRL_KEYS = {
     "test_split_size": Key(float, instead=_MIXTURE),
 }
 
-#: Fields that ``TrainingArguments`` had before transformers 5, and the way out.
-REMOVED = {
-    "adafactor": "write optim: adafactor",
-    "dispatch_batches": "write accelerator_config: {dispatch_batches: …}",
-    "evaluation_strategy": "write eval_strategy",
-    "fp16_backend": "write fp16: true, or bf16: true",
-    "fp16_opt_level": "write fp16: true, or bf16: true",
-    "fsdp_min_num_params": "write fsdp_config: {min_num_params: …}",
-    "fsdp_transformer_layer_cls_to_wrap": "write fsdp_config: {transformer_layer_cls_to_wrap: …}",
-    "group_by_length": "remove it; micro-batches are balanced by length in any case",
-    "half_precision_backend": "write fp16: true, or bf16: true",
-    "include_inputs_for_metrics": "remove it; an evaluation returns metrics, and no predictions",
-    "include_tokens_per_second": "remove it; tokens_per_second is logged in any case",
-    "jit_mode_eval": "remove it, or write torch_compile: true",
-    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
-    "mp_parameters": "remove it; it was for SageMaker",
-    "no_cuda": "write use_cpu: true",
-    "overwrite_output_dir": "remove it; a new run moves the checkpoints of earlier ones to _earlier_runs",
-    "past_index": "remove it",
-    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "write per_device_train_batch_size",
-    "push_to_hub_model_id": "write hub_model_id",
-    "push_to_hub_organization": "write hub_model_id: organization/name",
-    "push_to_hub_token": "write hub_token",
-    "ray_scope": "remove it; there is no hyperparameter search",
-    "save_safetensors": "remove it; weights are always saved as safetensors",
-    "split_batches": "write accelerator_config: {split_batches: …}",
-    "torchdynamo": "write torch_compile_backend",
-    "tpu_metrics_debug": "write debug: tpu_metrics_debug",
-    "tpu_num_cores": "remove it; the launcher sets the number of processes",
-    "use_ipex": "remove it",
-    "use_mps_device": "remove it; an MPS device is used if there is one",
-    "warmup_ratio": "write warmup_steps with the same value; below 1 it is a share of all steps",
-}
-
-_VARIABLE = "set the environment variable {} before the run"
-_ENGINE = "write vllm_engine_kwargs: {{{}: …}}"
-_LAUNCH = "start the run with accelerate launch --{} … -m groupwise.cli train"
-
-#: Keys of older versions of TRL, of its command and its trainer, and of scripts built on it (open-r1).
-OTHERS = {
-    "accelerate_config": _LAUNCH.format("config_file"),
-    "chat_template": "save the template in the tokenizer; chat_template_kwargs has its arguments",
-    "dataset_prompt_column": "rename the column to prompt, save the rows, and give the file as dataset",
-    "env": "set the variables before the run: libraries read them when they are imported, before this file",
-    "environment_factory": "write environment: module:name",
-    "hub_model_revision": "write hub_revision",
-    "peft_config": "write lora: {r: 16, …}",
-    "system_prompt": "write it into the prompt column: messages that begin with {role: system, content: …}",
-    "train_dataset": "write dataset",
-    "vllm_device": "remove it; see vllm_mode",
-    "vllm_dtype": _ENGINE.format("dtype"),
-    "vllm_enable_prefix_caching": _ENGINE.format("enable_prefix_caching"),
-    "wandb_entity": _VARIABLE.format("WANDB_ENTITY"),
-    "wandb_project": _VARIABLE.format("WANDB_PROJECT"),
-    "wandb_run_group": _VARIABLE.format("WANDB_RUN_GROUP"),
-}
-
-
 #: TRL's keys that only have another name here.
 RENAMED = {
     name: key.setting
@@ -162,14 +104,12 @@ def reason_to_refuse(name: str) -> str:
     """Return why a name is not a setting here and what to do instead; empty for names of no known origin."""
     if name in TRL_KEYS:
         return TRL_KEYS[name].instead
-    if name in REMOVED:
-        return f"removed from TrainingArguments in transformers 5; {REMOVED[name]}"
-    if name in OTHERS:
-        return OTHERS[name]
+    if reason := reason_not_a_setting(name):
+        return reason
     from accelerate.commands.launch import launch_command_parser  # slow to import, and only needed here
 
     options = launch_command_parser().parse_known_args(["script"])[0]  # trl grpo passes them to accelerate
-    return _LAUNCH.format(name) if name in vars(options) else ""
+    return LAUNCH.format(name) if name in vars(options) else ""
 
 
 def translate(values: dict[str, Any], used: Collection[str]) -> list[str]:
