@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from groupwise.compat.transformers import is_fsdp_managed, is_zero3_enabled
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -61,6 +62,18 @@ def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     """Return True on every rank if ``flag`` is true on one of them. A collective: all ranks call it."""
     count = torch.tensor(int(flag), device=accelerator.device)
     return accelerator.reduce(count, "sum").item() > 0
+
+
+def gather_or_raise(value: T, failure: Exception | None) -> list[T]:
+    """Gather a value of every rank, or raise the error of a rank on every rank. A collective."""
+    sent = failure
+    if failure is not None and not isinstance(failure, (GroupwiseError, OSError)):  # may not be picklable
+        sent = TrainingError(f"rank {PartialState().process_index}: {failure!r}")
+    outcomes = gather_object([(value, sent)])
+    for raised in [failure, *(error for _, error in outcomes)]:
+        if raised is not None:
+            raise raised
+    return [gathered for gathered, _ in outcomes]
 
 
 def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: int) -> T:

@@ -51,7 +51,7 @@ from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixi
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
-from groupwise.policy.introspection import router_aux_loss_coef
+from groupwise.policy.introspection import check_model, router_aux_loss_coef
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
@@ -280,6 +280,7 @@ class GRPOTrainer(
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of one micro-batch of the window; the first call makes the window."""
         if not self.window.is_made:
+            self.begin_update()  # modes of model and optimizer: sampling needs those of the forward
             self.window = self.make_window(self.window.size)  # generate, reward, weigh, rebalance
         batch = self.window.take()  # B rows; None where rebalancing needed fewer micro-batches
         last = self.accelerator.sync_gradients  # the optimizer steps next
@@ -632,6 +633,7 @@ class GRPOTrainer(
 
     @ref_model.setter
     def ref_model(self, model: PreTrainedModel) -> None:
+        check_model(model, "ref_model")
         reference = SeparateReference(self.accelerator.prepare_model(model, evaluation_mode=True))
         if isinstance(self.reference, SeparateReference):
             self.reference.model = reference.model  # the callback of sync_ref_model holds the reference

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from support.resume_runs import (
     gpt2_with_dropout,
@@ -29,6 +30,7 @@ from support.resume_runs import (
     vowels,
     vowels_of_odd_prompts,
 )
+from support.saved_runs import files
 from transformers import Trainer, TrainerCallback
 
 from groupwise.errors import ConfigError, RewardError, TrainingError
@@ -434,6 +436,45 @@ def test_resume_after_a_reward_changed_the_working_directory(
     assert not list(elsewhere.iterdir())
     names = {path.name for path in (start / "out").iterdir()}
     assert {"checkpoint-2", "completions", "model.safetensors"} <= names
+
+
+BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "eval_reward",
+    "load_best_model_at_end": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_steps": 3}, 3),
+        ({"max_steps": -1, "num_train_epochs": 1.25, "num_prompts": 8}, 5),  # within the second epoch
+        ({"max_steps": 3, **BEST, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, 3),
+    ],
+    ids=["steps", "epochs", "best adapter"],
+)
+def test_a_finished_run_is_not_trained_further(
+    tmp_path: Path, caplog: Any, settings: dict[str, Any], steps: int
+) -> None:
+    """``Trainer`` trains another step unless the last one is that of an epoch."""
+    whole = make_trainer(tmp_path, **settings)
+    whole.train()
+    whole.save_model()
+    assert not whole.run_directory.has_result()
+    assert whole.state.global_step == steps
+    before = files(tmp_path)
+    resumed = make_trainer(tmp_path, **settings)
+    output = resumed.train(resume_from_checkpoint=True)
+    assert (output.global_step, output.metrics) == (steps, {})
+    assert f"nothing is trained: step {steps} of {steps} is done; its model is" in caplog.text
+    _assert_same_weights(_weights(resumed), _weights(whole))
+    assert files(tmp_path) == before
+    assert resumed.run_directory.has_result()
+    (weights,) = tmp_path.glob("*.safetensors")
+    weights.unlink()  # as of a run that was killed before it saved its model
+    assert not resumed.run_directory.has_result()
 
 
 def test_resume_with_loader_workers(tmp_path: Path) -> None:

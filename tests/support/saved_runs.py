@@ -1,4 +1,4 @@
-"""Output directories as runs leave them, written without training."""
+"""Output directories as runs leave them: written without training, or read whole."""
 
 from __future__ import annotations
 
@@ -45,3 +45,9 @@ def save_run(
             table |= {"advantage": advantages, "parsed": texts}
             write_parquet(table, directory / folder / "completions_00001.parquet", ["correct", "advantage"])
     return directory
+
+
+def files(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Return time of the last change and contents of every file below ``directory``."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}

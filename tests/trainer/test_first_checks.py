@@ -6,16 +6,20 @@ Files: ``compat/versions.py``, ``data/dataset_checks.py``, ``data/prompt_checks.
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.configs import oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
+from groupwise.commands.sweeps.scheduler import Sweep
 from groupwise.compat.trl import REFUSED_METHODS
 from groupwise.errors import warn_once
 from groupwise.hf.arguments import check_arguments, check_processes
@@ -80,6 +84,53 @@ def test_suggested_verbs_exist_and_refused_names_do_not():
 def test_arguments_of_another_class_are_refused(args):
     with pytest.raises(ConfigError, match="it must be a groupwise"):
         GRPOTrainer(policy(), count_reward, args, prompts())
+
+
+def compiled_inside():
+    model = policy()
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
+class WithValueHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pretrained_model, self.config = policy(), policy().config
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "named"),
+    [
+        (lambda: torch.compile(policy(), backend="eager"), "OptimizedModule"),
+        (lambda: torch.compile(get_peft_model(policy(), LoraConfig()), backend="eager"), "OptimizedModule"),
+        (lambda: torch.nn.DataParallel(policy()), "DataParallel"),
+        (compiled_inside, "OptimizedModule"),
+        (WithValueHead, "WithValueHead"),
+        (lambda: Path("model"), "PosixPath"),
+    ],
+    ids=["compiled", "adapter", "data parallel", "inside", "value head", "path"],
+)
+def test_a_wrapper_that_renames_the_weights_is_refused(tmp_path, wrapped, named):
+    found = f" is or contains a {named}; allowed: .*torch_compile=True compiles it"
+    with pytest.raises(ConfigError, match=f"model{found}"):
+        GRPOTrainer(wrapped(), count_reward, GRPOConfig(str(tmp_path), bf16=False), prompts())
+    with pytest.raises(ConfigError, match=f"model{found}"):
+        Sweep(wrapped(), count_reward, {"a": GRPOConfig(str(tmp_path / "a"), bf16=False)}, prompts())
+    made = trainer(tmp_path)
+    with pytest.raises(ConfigError, match=f"ref_model{found}"):
+        made.ref_model = wrapped()
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.nn.DataParallel])
+def test_a_wrapped_reward_model_is_refused(tmp_path, wrap):
+    with pytest.raises(ConfigError, match=r"reward '.*' is or contains a (OptimizedModule|DataParallel);"):
+        trainer(tmp_path, wrap(policy()))
+
+
+def test_a_model_that_is_compiled_in_place_keeps_its_names(tmp_path):
+    model = policy()
+    model.compile(backend="eager")
+    assert trainer(tmp_path, model=model).model.state_dict().keys() == policy().state_dict().keys()
 
 
 def test_an_output_directory_below_a_file_is_refused_before_the_model_is_loaded(tmp_path):

@@ -1,13 +1,15 @@
-"""Checks of the trainer's class and arguments, before anything is loaded."""
+"""Checks of the trainer's class and arguments, before anything is loaded, and of its optimizer."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
@@ -17,6 +19,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import default_of
 from groupwise.config.validation import unsupported_parallelism
 from groupwise.errors import ConfigError, warn_once
+from groupwise.policy.introspection import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +73,11 @@ def check_arguments(
     """Return the configuration of the trainer: ``args``, or the defaults of ``config_class`` if it is None.
 
     Raises:
-        ConfigError: ``args`` has another type, the directory of the model does not exist, or the output
-            directory is not writable; or an old DeepSpeed is installed.
+        ConfigError: ``args`` or the model has another type or a wrapper, its directory does not exist, or
+            the output directory is not writable; or an old DeepSpeed is installed.
     """
+    if not isinstance(model, str):
+        check_model(model, "model")
     if args is None:
         args = config_class(f"{model_name(model)}-GRPO")
     if not isinstance(args, GRPOConfig):
@@ -132,6 +137,54 @@ def warn_of_rollout_settings(args: GRPOConfig, *, requests_known: bool, placehol
         logger.warning(
             "rollout_func_importance_sampling_correction=True has no effect without a rollout_func"
         )
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer below the wrapper of accelerate."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def averages_weights(optimizer: Any) -> bool:
+    """Return True for an optimizer that evaluates averages of the weights that it trains (schedule-free)."""
+    inner = unwrapped_optimizer(optimizer)
+    return any(callable(getattr(part, "train", None)) for part in (inner, getattr(inner, "optimizer", None)))
+
+
+def check_optimizer(
+    optimizer: Any, parameters: Iterable[tuple[str, torch.nn.Parameter]], scheduler: Any = None
+) -> None:
+    """Check that an optimizer holds what is trained, by name; warn of parameters that do not change.
+
+    Raises:
+        ConfigError: it holds no trained parameter, or the scheduler is that of another optimizer.
+    """
+    if unwrapped_optimizer(getattr(scheduler, "optimizer", optimizer)) is not unwrapped_optimizer(optimizer):
+        raise ConfigError("optimizers has a scheduler that was built with another optimizer; pass this one")
+    groups = getattr(optimizer, "param_groups", [])
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = [(name, id(parameter)) for name, parameter in parameters if parameter.requires_grad]
+    missing = [name for name, parameter in trained if parameter not in held]
+    # A layer-wise optimizer of transformers has one for every parameter, in a dictionary.
+    if held and missing and not hasattr(unwrapped_optimizer(optimizer), "optimizer_dict"):
+        found = (
+            f"the optimizer lacks {len(missing)} of {len(trained)} trained parameters, such as {missing[0]}, "
+            "which would not change; build it after the adapter, from the parameters that require a gradient"
+        )
+        if len(missing) == len(trained):
+            raise ConfigError(found)
+        warn_once(logger, found)
+    for group in groups:
+        dtypes = {parameter.dtype for parameter in group["params"] if parameter.requires_grad}
+        for dtype in dtypes & {torch.bfloat16, torch.float16}:
+            lost = f"an update of less than 1/{round(4 / torch.finfo(dtype).eps)} of a weight changes nothing"
+            if isinstance(eps := group.get("eps"), float) and torch.tensor(eps, dtype=dtype) == 0:
+                lost += f", and eps={eps} of the optimizer is 0, so that a small gradient makes a huge update"
+            warn_once(
+                logger,
+                "trained parameters are %s without a copy in float32: %s; load the model in float32 (dtype "
+                "in model_init_kwargs) with bf16=True to compute in bfloat16, or train an adapter in float32",
+                *(str(dtype).removeprefix("torch."), lost),
+            )
 
 
 def check_processes(args: GRPOConfig, parallelism: object = None) -> None:

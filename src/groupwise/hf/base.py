@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
@@ -23,6 +22,7 @@ from transformers import (
     TrainerCallback,
     TrainerState,
 )
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise.compat import transformers as compat_transformers
@@ -37,8 +37,8 @@ from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
-from groupwise.hf.arguments import check_processes
-from groupwise.hf.callbacks import MatmulOutputsCallback, SyncRefModelCallback
+from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
+from groupwise.hf.callbacks import FlagAgreementCallback, MatmulOutputsCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import Stateful, StepState
@@ -86,7 +86,7 @@ class BaseTrainer(Trainer):
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
     ``_load_from_checkpoint``             5.2    every adapter is loaded, renamed weights are converted
     ``_load_best_model``                  5.2    the same
-    ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused
+    ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused, a finished run ends
     ``_load_rng_state``                   5.2    restored before, not after the first generation
     ====================================  =====  ===============================================
     """
@@ -112,6 +112,7 @@ class BaseTrainer(Trainer):
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
     ) -> None:
+        check_optimizer(optimizers[0], model.named_parameters(), optimizers[1])
         super().__init__(
             model=model,
             args=args,
@@ -204,6 +205,8 @@ class BaseTrainer(Trainer):
     ) -> TrainOutput:
         """Train; ``resume_from_checkpoint`` (True or a directory) continues exactly where it was saved.
 
+        A run that has reached its last step is not trained further: its model is loaded, and no file changes.
+
         Raises:
             ConfigError: no parameter of the policy is trained.
         """
@@ -220,11 +223,39 @@ class BaseTrainer(Trainer):
                 checkpointing.check_adapters(directory, cast(nn.Module, self.model))
             self._reset_run_state(directory)
             self.run_directory.move_aside()
+            self.pop_callback(FlagAgreementCallback)
+            self.add_callback(FlagAgreementCallback)  # the last one sees all flags
             try:
-                return super().train(directory, trial, ignore_keys_for_eval)
+                output = super().train(directory, trial, ignore_keys_for_eval)
+                if averages_weights(self.optimizer):
+                    cast(Any, self.optimizer).eval()  # the averages are the result, which save_model() writes
+                return output
+            except BaseException as error:
+                for callback in self.callback_handler.callbacks:  # a signal handler, a handler of logs
+                    if isinstance(callback, (JITCheckpointCallback, TrackioAlertsCallback)):
+                        callback.on_train_end(self.args, self.state, self.control)
+                if not isinstance(error, _FinishedRunError):
+                    raise
             finally:
+                if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
+                    noise.remove()
                 self.is_in_train = False  # an interrupt leaves it True: evaluate() would be within the run
                 self.backend.disconnect()
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+                self._load_best_model()
+                directory = self.state.best_model_checkpoint
+            self.run_directory.finished = Path(str(directory))
+            at, last = self.state.global_step, self.state.max_steps
+            logger.warning("nothing is trained: step %d of %d is done; its model is %s", at, last, directory)
+            return TrainOutput(at, 0.0, {})
+
+    def begin_update(self) -> None:
+        """Set model and optimizer to training mode before sampling, and check what the optimizer holds."""
+        self.model_wrapped.train()
+        if averages_weights(self.optimizer):
+            cast(Any, self.optimizer).train()
+        sharded = is_sharded(self.accelerator)  # then the optimizer holds other parameters than the model
+        check_optimizer(self.optimizer, () if sharded else cast(nn.Module, self.model).named_parameters())
 
     def training_step(
         self,
@@ -315,8 +346,9 @@ class BaseTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate; the metrics also contain those of all ranks and pass@k, and a failure changes nothing."""
-        if not self.is_in_train:
-            self.backend.invalidate_weights()  # a script may have loaded other weights at the same step
+        averaged = averages_weights(self.optimizer)
+        if averaged or not self.is_in_train:  # a script may have loaded other weights at the same step
+            self.backend.invalidate_weights()
         self._mode = "eval"
         try:
             with self.step_state.rollback_on_failure():
@@ -325,6 +357,8 @@ class BaseTrainer(Trainer):
                 )
         finally:
             self._mode = "train"
+            if averaged:  # training samples from other weights, at the same step
+                self.backend.invalidate_weights()
         values = self.drain_metrics("eval", metric_key_prefix)
         values |= self.evaluation.compute(metric_key_prefix, self.args, self.reward_func_names, gather_object)
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
@@ -553,10 +587,7 @@ class BaseTrainer(Trainer):
 
     def optimizer_classes(self) -> list[str]:
         """Return package and class of optimizer and scheduler; other classes cannot load their states."""
-        optimizer = self.optimizer
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        parts = (optimizer, self.lr_scheduler)
+        parts = (unwrapped_optimizer(self.optimizer), self.lr_scheduler)
         return [f"{type(part).__module__.split('.')[0]}.{type(part).__qualname__}" for part in parts]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -564,7 +595,10 @@ class BaseTrainer(Trainer):
 
         Raises:
             ConfigError: they were saved by other classes; the first optimizer step would fail.
+            _FinishedRunError: the checkpoint is that of the last step; ``Trainer`` would train another one.
         """
+        if checkpoint is not None and self.state.global_step >= self.state.max_steps:
+            raise _FinishedRunError  # the weights are loaded, below any wrapper, and no callback was called
         now = self.optimizer_classes()
         if checkpoint is not None and now != self.resumed_optimizer:
             raise ConfigError(
@@ -579,6 +613,10 @@ class BaseTrainer(Trainer):
         if self.pending_rng_checkpoint is not None:
             super()._load_rng_state(checkpoint)
             self.pending_rng_checkpoint = None
+
+
+class _FinishedRunError(Exception):
+    """Leave ``Trainer.train``: the checkpoint is that of the last step."""
 
 
 class _UncheckedZero(torch.Tensor):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import reduce
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import save_matmul_outputs
 from groupwise.policy.reference import Reference
+
+#: Flags of ``TrainerControl`` that decide which collectives a rank calls next.
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -32,6 +37,19 @@ class SyncRefModelCallback(TrainerCallback):
     ) -> None:
         if state.global_step % self.sync_steps == 0:
             self.reference.mix(self.accelerator.unwrap_model(model), self.alpha)
+
+
+class FlagAgreementCallback(TrainerCallback):
+    """Set the flags of ``TrainerControl`` on every rank that an earlier callback set on one."""
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **given: Any) -> None:
+        # Logs without a loss may be those of one rank.
+        if args.world_size > 1 and "loss" in given.get("logs", ("loss",)):
+            flags = torch.tensor([float(getattr(control, flag)) for flag in _FLAGS], device=args.device)
+            for flag, count in zip(_FLAGS, reduce(flags).tolist(), strict=True):
+                setattr(control, flag, count > 0)
+
+    on_substep_end = on_epoch_end = on_log = on_evaluate = on_save = on_step_end
 
 
 class MatmulOutputsCallback(TrainerCallback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import glob
 import json
 import logging
@@ -16,17 +17,18 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.trainer_utils import SaveStrategy
 
 from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import gather_or_raise, is_sharded
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
 from groupwise.hf.checkpointing import MANIFEST, damage, is_complete, saved_run_id, write_manifest
 
@@ -49,6 +51,7 @@ class RunDirectory:
     Attributes:
         run_id: identity of the run, which a resumed run shares; "" before the first one.
         step: of the checkpoint that the run resumed from; None in a new run.
+        finished: checkpoint of the result, of a run that had ended when it was resumed.
         staging: directory in which files are written before they are renamed.
         is_staging: True while they are written.
     """
@@ -57,6 +60,7 @@ class RunDirectory:
         self.args = args
         self.run_id = ""
         self.step: int | None = None
+        self.finished: Path | None = None
         self.staging, self.is_staging = Path(), False
         self._depth = 0  # of nested blocks of open()
         self._is_claimed = False
@@ -88,6 +92,7 @@ class RunDirectory:
         try:
             if saves:
                 self._claim()
+            self.finished = None
             checkpoint, self.step, run_id = self.on_savers(lambda: _start(resume_from_checkpoint, self.path))
             if checkpoint is not None or self._depth == 1:
                 self.run_id = run_id
@@ -124,13 +129,17 @@ class RunDirectory:
         if self.args.should_save:
             try:
                 results.append(function())
-            except (GroupwiseError, OSError) as error:
+            except Exception as error:
                 failure = error
-        outcomes = gather_object([(results, failure)])
-        for raised in [failure, *(other for _, other in outcomes)]:
-            if raised is not None:
-                raise raised
-        return next(found[0] for found, _ in outcomes if found)
+        return next(found[0] for found in gather_or_raise(results, failure) if found)
+
+    def has_result(self) -> bool:
+        """Return True if the run had ended when it was resumed, and the directory has its weights."""
+        if self.finished is None:
+            return False
+        checkpoint, files = self.finished, [path.name for path in self.finished.glob("*.safetensors")]
+        compare = partial(filecmp.cmpfiles, checkpoint, self.path, files, shallow=False)
+        return len(self.on_savers(compare)[0]) == len(files) > 0  # of equal contents
 
     # The lock.
 
@@ -241,9 +250,15 @@ class RunDirectory:
         """
         with self.claimed():
             staged, self.is_staging = self.staging / final.name, True
+            failure = None
             try:
-                yield staged
-                PartialState().wait_for_everyone()
+                try:
+                    yield staged
+                except Exception as error:
+                    failure = error
+                    if is_sharded(AcceleratorState()):  # other ranks may wait within the block
+                        raise
+                gather_or_raise(None, failure)
                 self.on_savers(lambda: self.publish(staged, final))
             except BaseException as cause:
                 if self.args.should_save:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -35,6 +35,26 @@ KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 def unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the model below DDP, FSDP, DeepSpeed and torch.compile; wrappers for mixed precision remain."""
     return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def check_model(model: object, argument: str) -> None:
+    """Refuse a model whose checkpoints would have other names of weights than it was loaded with.
+
+    Raises:
+        ConfigError: it has a wrapper, or is no model of transformers or PEFT.
+    """
+    known = isinstance(model, PreTrainedModel) or (isinstance(model, nn.Module) and has_adapter(model))
+    if known and unwrapped(cast(nn.Module, model)) is model:
+        refused = [part for part in cast(nn.Module, model).modules() if is_compiled_module(part)]
+    else:
+        refused = [cast(nn.Module, model)]
+    if refused:
+        raise ConfigError(
+            f"{argument} is or contains a {type(refused[0]).__name__}; allowed: a PreTrainedModel or "
+            "PeftModel, hub id or directory. A wrapper (torch.compile, DataParallel, a value head) renames "
+            "weights, so that a checkpoint would load as random ones; the trainer wraps the model for its "
+            "processes, and torch_compile=True compiles it"
+        )
 
 
 def without_adapter(model: nn.Module) -> PreTrainedModel:

@@ -185,6 +185,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Apply changed settings, once per optimizer step, after ``on_step_begin``."""
         if not self.window.is_made:
             self.window.is_made = True
+            self.begin_update()
             self.refresh_settings()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from support.saved_runs import files
 from support.workers.launch import EXTRAS, run, without_extras
 
 from groupwise.commands.cli import COMMANDS, main
@@ -50,6 +51,9 @@ def test_a_run_resumes(run_file):
     assert main(["train", "--config", path, *resumed]) == 0
     state = json.loads(Path("out/checkpoint-2/trainer_state.json").read_text())
     assert [log["step"] for log in state["log_history"]] == [1, 2]
+    before = files(Path("out"))
+    assert main(["train", "--config", path, *resumed]) == 0
+    assert files(Path("out")) == before
 
 
 def test_a_run_iterates_and_trains_its_reward_model(run_file, tmp_path):

@@ -14,6 +14,7 @@ import torch
 from support.iterative_runs import has_vowel, reward_model, runner
 from support.process_rewards import byte_tokenizer, step_classifier
 from support.resume_runs import make_trainer, prompts, tokenizer, vowels
+from support.saved_runs import files
 from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOConfig, IterativeConfig, IterativeGRPO, RewardError
@@ -125,6 +126,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, point):
     assert same(weights(resumed.scorer.model), weights(whole.scorer.model))
     assert resumed.history == whole.history and resumed.reward_metrics == whole.reward_metrics
     assert history(resumed.trainer)[:4] == history(whole.trainer)[:4]
+
+
+@pytest.mark.parametrize("label_func", [None, has_vowel], ids=["reference", "reward model"])
+def test_a_finished_run_loads_its_policy(tmp_path, label_func):
+    first = runner(tmp_path, [vowels], label_func)
+    first.train()
+    first.trainer.save_model()
+    before = files(tmp_path)
+    resumed = runner(tmp_path, [vowels], label_func)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.trainer.state.global_step == 4 and files(tmp_path) == before
+    assert same(weights(resumed.trainer.model), weights(first.trainer.model))
+    assert resumed.trainer.run_directory.has_result()
 
 
 def test_the_reward_model_learns_its_pairs_with_a_share_of_earlier_ones(whole, tmp_path):

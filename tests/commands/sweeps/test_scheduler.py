@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import runs
+from support.saved_runs import files
 from support.sweep_runs import assert_equal, config, history
 from transformers import TrainerCallback
 
@@ -85,6 +86,26 @@ def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
         solo.train()
         assert found[name].state.global_step == 4
         assert_equal(found[name], solo)
+
+
+def test_finished_runs_of_a_sweep_are_not_trained_further(tmp_path):
+    """The step after the third is within an epoch, where ``Trainer`` would train it."""
+    saved = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+
+    def make(steps):
+        found = sweep(tmp_path, ["plain", "hot"], changes=saved)
+        for name, last in steps.items():
+            found.runs[name].args.max_steps = last
+        return found
+
+    make({"plain": 3, "hot": 3}).run()
+    before = files(tmp_path / "plain")
+    found = make({"plain": 3, "hot": 4}).run(resume_from_checkpoint=True)
+    assert {name: (run.status, run.state.global_step) for name, run in found.items()} == {
+        "plain": ("finished", 3),
+        "hot": ("finished", 4),
+    }
+    assert files(tmp_path / "plain") == before
 
 
 def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(tmp_path):

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         runner.train(resume_from_checkpoint=resume)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=settings.dataset)  # also saves the model
-    else:
+    elif not trainer.run_directory.has_result():
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
     return 0

@@ -96,6 +96,8 @@ class IterativeGRPO:
             iteration, steps_done = divmod(trainer.run_directory.step or 0, self.steps)
             if self.label_func is not None:
                 self._restore_reward_model(iteration, steps_done, checkpoint)
+            if iteration == self.iterative.iterations:
+                trainer.train(resume_from_checkpoint=checkpoint)  # loads the policy
             for current in range(iteration + 1, self.iterative.iterations + 1):
                 checkpoint = self._train_policy(current * self.steps, checkpoint)
                 if trainer.state.global_step < current * self.steps:

@@ -40,7 +40,7 @@ from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
 from groupwise.generation.base import check_backend, json_dict
 from groupwise.hf.run_directory import checkpoints
-from groupwise.policy.introspection import has_adapter
+from groupwise.policy.introspection import check_model, has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
 from groupwise.registry import Registry
@@ -122,7 +122,8 @@ class SweepRun:
         """Body of the thread: train, and save the last adapter in the output directory."""
         assert self.trainer is not None
         result = self.trainer.train(resume_from_checkpoint=self.resume_from)
-        self.trainer.save_model()
+        if not self.trainer.run_directory.has_result():
+            self.trainer.save_model()
         return result
 
     def save_step(self) -> None:
@@ -198,6 +199,8 @@ class Sweep:
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError("a sweep is one process on one device; start it without accelerate launch")
+        if not isinstance(self.model, str):
+            check_model(self.model, "model")
         if has_adapter(self.model):
             raise ConfigError("the model of a sweep has an adapter; pass the base model and peft_config")
         first, shared = next(iter(self.runs.values())), [run for run in self.runs.values() if run.shares_base]

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -19,6 +20,7 @@ from transformers import (
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
+from groupwise.policy.introspection import check_model, unwrapped
 from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
@@ -110,6 +112,8 @@ def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[obj
 
 
 def _check_function(function: RewardFunc) -> None:
+    if isinstance(function, nn.Module) and isinstance(unwrapped(function), PreTrainedModel):
+        check_model(function, f"reward {reward_name(function)!r}")
     if isinstance(function, _MODELS):
         return
     if not callable(function):
