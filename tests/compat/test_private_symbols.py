@@ -11,6 +11,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,10 @@ import accelerate
 import pytest
 import torch
 import transformers
+from huggingface_hub import HfApi
 from packaging.version import Version
 from torch import nn
+from transformers import trainer as trainer_module
 
 from groupwise import GRPOTrainer, compat
 from groupwise.compat import accelerate as compat_accelerate
@@ -223,6 +226,23 @@ def test_names_and_flags_of_a_transformers_model(tmp_path):
 def test_constants_of_checkpoints():
     assert compat_transformers.trainer_state_name() == "trainer_state.json"
     assert compat_transformers.checkpoint_prefix() == "checkpoint"
+
+
+def test_uploads_of_the_trainer_leave_out_files(monkeypatch):
+    seen = []
+    monkeypatch.setattr(HfApi, "upload_folder", lambda _, **given: seen.append(given["ignore_patterns"]))
+
+    def upload():
+        owner = trainer_module.hf_api() if hasattr(trainer_module, "hf_api") else trainer_module
+        owner.upload_folder(repo_id="r", folder_path=".", ignore_patterns=["_*"])
+
+    with compat_transformers.uploads_without(["private*"]):
+        upload()
+        other = threading.Thread(target=upload)
+        other.start()
+        other.join()
+    upload()
+    assert seen == [["_*", "private*"], ["_*"], ["_*"]]
 
 
 def test_image_text_models_are_known_by_their_configuration():

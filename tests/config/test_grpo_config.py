@@ -126,6 +126,7 @@ CONTRACT = {
     "log_multimodal": (bool, True),
     "log_completions_hub_repo": (str, None),
     "save_rollouts": (bool, False),
+    "hub_include": (list, None),
 }
 
 OLD_NAMES = {

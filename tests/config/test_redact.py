@@ -2,12 +2,98 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerState
 
 from groupwise import GRPOConfig
-from groupwise.config.redact import masked, redact
+from groupwise.commands.report.html_report import write_report
+from groupwise.config.redact import masked, redact, redacted_json
+from groupwise.reporting.metrics_file import MetricsFileCallback
+
+HIDDEN = "Zk3jd82hQwpL0aX7"
+#: Settings with a credential, which contains HIDDEN.
+PLANTED = [
+    *({name: HIDDEN} for name in ("apiKey", "accessToken", "hubToken", "clientSecret", "xApiKey", "HFToken")),
+    *(
+        {name: HIDDEN}
+        for name in ("pw", "pwd", "pass", "auth", "pat", "jwt", "sas", "OPENAI_KEY", "GITHUB_PAT")
+    ),
+    *(
+        {name: HIDDEN}
+        for name in ("PGPASSWORD", "MYSQL_PWD", "AWSAccessKeyId", "SENTRY_DSN", "session-cookie")
+    ),
+    {"password": f'quote" and \\ {HIDDEN}'},
+    {"api_keys": [HIDDEN, f"b{HIDDEN}"]},
+    {"env": {"auth": [["user", HIDDEN]]}},
+    {"password": HIDDEN.encode()},
+    {"url": f"https://b.s3.amazonaws.com/x?X-Amz-Credential={HIDDEN}&X-Amz-Signature=0{HIDDEN}&a=1"},
+    {"url": f"https://account.blob.core.windows.net/c?sv=2022&sig={HIDDEN}%3D"},
+    {"url": f"https://host/callback#access_token={HIDDEN}&state=1"},
+    {"url": f"postgres://user:p@ss{HIDDEN}@host:5432/db"},
+    {"url": f"postgres://user:a/b{HIDDEN}@host:5432/db"},
+    {"url": f"redis://:{HIDDEN}@host:6379/0"},
+    {"args": f"retries=3 Authorization: Bearer {HIDDEN}"},
+    {"args": f"header 'X-Api-Key: {HIDDEN}'"},
+    {"args": f'{{"Authorization": "Basic {HIDDEN}"}}'},
+    {"optim_args": f"beta=1,api_key={HIDDEN}"},
+    {"command": f"Bearer {HIDDEN}"},
+    {"note": f"ghp_{HIDDEN}{HIDDEN}"},
+    {"note": f"sk-proj-{HIDDEN}{HIDDEN}"},
+    {"note": f"-----BEGIN RSA PRIVATE KEY-----\n{HIDDEN}\n-----END RSA PRIVATE KEY-----"},
+    {"note": SimpleNamespace(api_key=HIDDEN)},  # saved as its text
+    {f"https://user:{HIDDEN}@host": 1},
+]
+
+
+@pytest.mark.parametrize("settings", PLANTED, ids=lambda settings: str(settings).replace(HIDDEN, "…")[:60])
+def test_planted_credentials_are_in_no_saved_setting(settings):
+    assert HIDDEN not in redacted_json({"settings": settings})
+    assert HIDDEN not in redact(json.dumps({"settings": settings}, default=str))
+
+
+def test_a_report_shows_no_credential_of_settings_that_others_saved(tmp_path):
+    settings = {f"setting_{row}": given for row, given in enumerate(PLANTED)}
+    saved = {"model": "m", "world_size": 1, "settings": settings}
+    (tmp_path / "settings.json").write_text(json.dumps(saved, default=str))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 0, "reward": 1}\n')
+    page = write_report([tmp_path]).read_text()
+    assert "setting_3" in page and HIDDEN not in page
+
+
+def test_settings_are_saved_without_credentials(tmp_path, monkeypatch):
+    secret = 'correct "horse" \\ battery'
+    monkeypatch.setenv("SOMEONES_PASSPHRASE", secret)
+    settings = {"planted": PLANTED, "note": f"with {secret}", "beta": 0.5}
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, to_dict=lambda: settings)
+    MetricsFileCallback().on_train_begin(args, TrainerState(is_world_process_zero=True), None)
+    text = (tmp_path / "settings.json").read_text()
+    assert HIDDEN not in text and "horse" not in text
+    assert json.loads(text)["settings"]["beta"] == 0.5
+    assert redact(json.dumps(secret)) == '"<SOMEONES_PASSPHRASE>"'
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {"prompt_key": "question", "sort_key": "len", "tool_call_token": "<tool>", "pad_token": "<pad>"},
+        {"text": "eos_token='</s>', hub_token=None, api_key='', max_tokens: 128, token: 17"},
+        {"url": "https://host:8000/v1?limit=3&user=a@b#section", "model": "sk-learn/based-model-v2"},
+        {"path": "/data/keys/password.txt", "commit": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"},
+        {"text": "Basic training; the bearer of news; a password is needed", "compass": "north"},
+    ],
+)
+def test_other_settings_are_kept(kept):
+    assert json.loads(redacted_json(kept)) == kept and masked(kept) == kept
+
+
+def test_a_chat_template_is_copied_unchanged():
+    template = "{%- set api_token = 'x' %}{{ bos_token }}{% for key in keys %}password: {{ key }}{% endfor %}"
+    config = GRPOConfig("out", chat_template_kwargs={"template": template}, use_cpu=True, bf16=False)
+    assert masked(vars(config))["chat_template_kwargs"] == {"template": template}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +131,7 @@ def test_tokens_of_a_tokenizer_and_numbers_are_kept():
     ("url", "shown"),
     [
         ("http://user:pw@host:8000/v1", "http://<removed>@host:8000/v1"),
-        ("https://host/?a=1&api_key=pw#x", "https://host/?a=1&<removed>#x"),
+        ("https://host/?a=1&api_key=pw#x", "https://host/?a=1&api_key=<removed>#x"),
         ("http://host:8000/a@b", "http://host:8000/a@b"),
     ],
 )

@@ -477,6 +477,48 @@ def test_uploads_contain_whole_checkpoints_only(
     assert named <= {"run", "checkpoint-1", "checkpoint-2"}
 
 
+@pytest.mark.parametrize("hub_include", [None, ["completions", "metrics"]])
+def test_data_of_a_run_are_uploaded_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_include: list[str] | None
+) -> None:
+    hub = FakeHub(monkeypatch)
+    trainer = make_trainer(
+        tmp_path / "run",
+        max_steps=1,
+        push_to_hub=True,
+        hub_model_id="model",
+        hub_include=hub_include,
+        save_rollouts=True,
+        log_completions=True,
+        logging_steps=1,
+    )
+    files = (
+        "report.html",
+        "runs/a/events.out.tfevents.1",
+        "reward-model-0/examples.json",
+        "rollouts-1/run.json",
+    )
+    for name in (*files, "metrics-1.jsonl", "completions_eval/completions_00001.parquet", "notes.md"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    trainer.train()
+    hub.run_waiting()
+    at_save = set(hub.paths)
+    trainer.push_to_hub()
+    asked = {
+        *("completions/completions_00001.parquet", "completions_eval/completions_00001.parquet"),
+        *("metrics.jsonl", "metrics-1.jsonl", "report.html", "runs/a/events.out.tfevents.1"),
+    }
+    of_the_model = {"config.json", "model.safetensors", "training_args.bin", "notes.md"}
+    for uploaded in (at_save, set(hub.paths)):
+        assert of_the_model <= uploaded
+        data = {
+            name for name in uploaded if "/" in name or name.startswith(("metrics", "report", "settings"))
+        }
+        assert data == (asked if hub_include else set())
+    assert (tmp_path / "run" / "settings.json").is_file() and (tmp_path / "run" / "rollouts").is_dir()
+
+
 def test_a_mount_point_is_staged_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, target: Path) -> Path:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

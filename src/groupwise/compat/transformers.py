@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 Weights = dict[str, "torch.Tensor"]
+
+_NOT_UPLOADED: ContextVar[tuple[str, ...]] = ContextVar("not_uploaded", default=())
 
 
 def trainer_state_name() -> str:
@@ -86,6 +89,40 @@ def image_text_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | 
 def attention_implementation(model: PreTrainedModel) -> str:
     """Return the name of the attention implementation of ``model``."""
     return model.config._attn_implementation
+
+
+@contextmanager
+def uploads_without(patterns: Sequence[str]) -> Iterator[None]:
+    """Context manager in which ``Trainer`` uploads no file that matches ``patterns`` of ``upload_folder``.
+
+    ``Trainer`` passes fixed patterns, to the function ``upload_folder`` (5.3) or the method of ``hf_api()``
+    (5.19). Uploads of other threads keep theirs.
+    """
+    _filter_uploads()
+    token = _NOT_UPLOADED.set(tuple(patterns))
+    try:
+        yield
+    finally:
+        _NOT_UPLOADED.reset(token)
+
+
+@cache
+def _filter_uploads() -> None:
+    from huggingface_hub import HfApi
+    from transformers import trainer
+
+    class FilteredApi(HfApi):
+        def upload_folder(self, *, ignore_patterns: Any = None, **given: Any) -> Any:  # type: ignore[override]
+            return super().upload_folder(
+                ignore_patterns=[*(ignore_patterns or ()), *_NOT_UPLOADED.get()], **given
+            )
+
+    api = FilteredApi()
+    if hasattr(trainer, "hf_api"):
+        vars(api).update(vars(trainer.hf_api()))
+        trainer.hf_api = lambda: api
+    else:
+        trainer.upload_folder = api.upload_folder  # type: ignore[attr-defined]
 
 
 def is_flash_attention(model: PreTrainedModel) -> bool:

@@ -27,6 +27,15 @@ from groupwise.core.ratios import RATIO_LEVELS
 
 Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
 
+#: Files of ``output_dir`` that ``push_to_hub`` does not upload, by their name in ``hub_include``.
+UNPUBLISHED: Final[dict[str, tuple[str, ...]]] = {
+    "rollouts": ("rollouts*",),
+    "completions": ("completions*",),
+    "metrics": ("metrics*.jsonl", "report*.html", "*events.out.tfevents*"),
+    "settings": ("settings.json",),
+    "reward_models": ("reward-model-*",),  # with the examples that they were trained on
+}
+
 _of_schedule = partial(Setting, changes="run", on_resume=SCHEDULE)
 _of_optimizer = partial(Setting, changes="run", on_resume=OPTIMIZER_STATE)
 
@@ -477,6 +486,9 @@ class GRPOFields(TrainingArguments):
         requires=(on("log_completions"),), example="me/completions", changes="step")] = None
     save_rollouts: Annotated[bool, Setting(
         "Save every generation and step in output_dir/rollouts, for groupwise replay.")] = False
+    hub_include: Annotated[list[str] | None, Setting(
+        "Files of output_dir that push_to_hub uploads beside the model. None: none of these.",
+        choices=tuple(UNPUBLISHED), example=["prompts"])] = None
 
     # Old names
     use_transformers_paged: Annotated[bool | None, Setting(

@@ -174,8 +174,9 @@ class Setting:
             return violation(f"{name}={value!r} is no list of {kinds}", f"one {kinds} or several", hint)
         if any(isinstance(item, float) and not math.isfinite(item) for item in values):
             return violation(f"{name}={value} is not finite", "finite numbers", hint)
-        if self.choices and isinstance(value, str) and value not in self.choices:
-            nearest = repr(nearest_name(value, self.choices))
+        unknown = [item for item in values if isinstance(item, str) and item not in (self.choices or (item,))]
+        if unknown:
+            nearest = repr(nearest_name(unknown[0], self.choices))
             return violation(f"{name}={value!r} is unknown", self.allowed, nearest)
         for number in (item for item in values if isinstance(item, int | float)):
             if not (self.ge <= number <= self.le and self.gt < number < self.lt):

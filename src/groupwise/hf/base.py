@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise.compat import transformers as compat_transformers
 from groupwise.config.changes import resume_settings
+from groupwise.config.fields import UNPUBLISHED
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import PreparedData, is_streaming
 from groupwise.data.evaluation import EvaluationStream, evaluation_rows
@@ -83,7 +84,8 @@ class BaseTrainer(Trainer):
     ``_get_output_dir``                   5.2    checkpoints are written to a staging directory first
     ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
     ``_save_rng_state``                   5.2    inside a step, the state at its beginning is saved
-    ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed
+    ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed, with ``hub_include``
+    ``push_to_hub``                       5.2    only the data that ``hub_include`` names are uploaded
     ``_load_from_checkpoint``             5.2    every adapter is loaded, renamed weights are converted
     ``_load_best_model``                  5.2    the same
     ``_load_optimizer_and_scheduler``     5.2    states of other classes are refused, a finished run ends
@@ -486,7 +488,7 @@ class BaseTrainer(Trainer):
                 state.save_to_json(str(staged / compat_transformers.trainer_state_name()))
         run.on_savers(lambda: run.rotate(final, state.best_model_checkpoint))
         if args.push_to_hub:
-            super()._push_from_checkpoint(str(final))
+            self._push_from_checkpoint(str(final))
 
     def save_rollout_state(self, directory: str) -> None:
         """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
@@ -523,7 +525,17 @@ class BaseTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.run_directory.is_staging:  # _save_checkpoint uploads under the final name
-            super()._push_from_checkpoint(checkpoint_folder)
+            with compat_transformers.uploads_without(self._unpublished()):
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with compat_transformers.uploads_without(self._unpublished()):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _unpublished(self) -> list[str]:
+        """Return patterns of the files that are not uploaded: data of the run that ``hub_include`` lacks."""
+        kept = self.args.hub_include or ()
+        return [pattern for name, group in UNPUBLISHED.items() if name not in kept for pattern in group]
 
     @contextmanager
     def rollback_on_failure(self) -> Iterator[None]:

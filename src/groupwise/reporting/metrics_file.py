@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.compat.transformers import name_or_path
-from groupwise.config.redact import masked, redact
+from groupwise.config.redact import redacted_json
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,10 @@ class MetricsFileCallback(TrainerCallback):
                 logger.warning("%s of an earlier run stays as it is: %s", path, error)
         self._has_trained = True
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
-        settings = {"model": model, "world_size": args.world_size, "settings": masked(args.to_dict())}
+        settings = {"model": model, "world_size": args.world_size, "settings": args.to_dict()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(settings, indent=1, default=str)
-            path.with_name(SETTINGS_FILE).write_text(redact(text) + "\n", encoding="utf-8")
+            path.with_name(SETTINGS_FILE).write_text(redacted_json(settings) + "\n", encoding="utf-8")
         except OSError as error:
             logger.warning("the settings were not written to %s: %s", path.with_name(SETTINGS_FILE), error)
 

@@ -28,7 +28,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.compat.transformers import attention_implementation, name_or_path
 from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
-from groupwise.config.redact import masked, redact
+from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
@@ -183,8 +183,7 @@ class RolloutFiles(GRPOCallback):
             try:
                 self._clear(state.global_step)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(header(self.trainer), indent=1, default=str)
-                _replace(self.folder / HEADER, redact(text).encode())
+                _replace(self.folder / HEADER, redacted_json(header(self.trainer)).encode())
             except OSError as error:
                 logger.warning("rollouts are not saved: %s", error)
         self.trainer.accelerator.wait_for_everyone()
@@ -319,7 +318,7 @@ def header(trainer: Any) -> dict[str, Any]:
     adapters = getattr(model, "peft_config", None)
     return {
         "format": FORMAT,
-        "settings": masked(settings),
+        "settings": settings,
         "versions": versions(),
         "device": device(trainer.accelerator.device),
         "model": name_or_path(model.config),

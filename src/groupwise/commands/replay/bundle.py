@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import tempfile
 import zipfile
@@ -17,7 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.redact import masked, redact
+from groupwise.config.redact import masked, redacted_json
 from groupwise.errors import ConfigError
 from groupwise.records.serialization import host_copy
 from groupwise.reporting.model_card import public_name
@@ -70,7 +69,7 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
         ConfigError: the step is not recorded, has images, or is too large.
     """
     header = recording.header
-    parts: dict[str, bytes] = {HEADER: redact(json.dumps(_header(header), indent=1)).encode()}
+    parts: dict[str, bytes] = {HEADER: redacted_json(_header(header)).encode()}
     for rank in range(header["world_size"]):
         record = recording.step(step, rank)
         if any(batch.images is not None for batch in record.window):

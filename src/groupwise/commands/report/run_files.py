@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from groupwise.config.redact import masked, redact
 from groupwise.errors import ConfigError, boundary
 from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
 from groupwise.reporting.table import reward_columns, row_text
@@ -92,7 +93,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     saved = _read_json(path)
-    return {"model": saved["model"], "world_size": saved["world_size"], **saved["settings"]}
+    return {
+        "model": saved["model"],
+        "world_size": saved["world_size"],
+        **masked(saved["settings"], clean=redact),
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
