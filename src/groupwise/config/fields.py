@@ -45,7 +45,7 @@ INHERITED: Final[dict[str, Setting]] = {
     # Output and length of the run
     "output_dir": Setting("A relative path becomes absolute when the configuration is built."),
     "num_train_epochs": _of_schedule("Passes over the training prompts.", card="always"),
-    "max_steps": _of_schedule(card="if_changed"),
+    "max_steps": _of_schedule(ge=-1, example=-2, card="if_changed"),
     "per_device_train_batch_size": Setting(
         "Completions per device and micro-batch.", ge=1, example=0, card="always"
     ),
@@ -102,11 +102,16 @@ INHERITED: Final[dict[str, Setting]] = {
     # Data
     "seed": Setting(
         "Seed of sampling, of the order of prompts and of dropout.",
+        ge=0,
+        le=2**32 - 1,
+        example=-5,
         card="always",
         changes="run",
         on_resume=PROMPT_ORDER,
     ),
-    "data_seed": Setting("Seed of the order of prompts; None: seed.", changes="run", on_resume=PROMPT_ORDER),
+    "data_seed": Setting(
+        "Seed of the order of prompts; None: seed.", ge=0, example=-5, changes="run", on_resume=PROMPT_ORDER
+    ),
     "dataloader_num_workers": Setting("Processes that read rows ahead."),
     "dataloader_drop_last": Setting(
         "Drop the incomplete last batch of an evaluation. Training drops that of a generation "

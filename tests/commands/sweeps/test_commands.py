@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 import time
 
@@ -62,3 +64,50 @@ def test_a_sweep_that_ends_leaves_no_command_waiting(tmp_path):
 def test_one_sweep_per_directory(tmp_path):
     with sweep_lock(tmp_path), pytest.raises(ConfigError, match="a sweep is running"), sweep_lock(tmp_path):
         pass
+
+
+def test_a_command_that_is_no_file_does_not_end_the_sweep(tmp_path, caplog):
+    calls: list[dict[str, str]] = []
+    with sweep_lock(tmp_path):
+        (tmp_path / "_commands" / "x.json" / "y").mkdir(parents=True)
+        (tmp_path / "_commands" / "z.json").write_bytes(b"\xff{")
+        for _ in range(2):
+            answer_commands(tmp_path, calls.append)
+    assert not calls
+    for name, error in ("x", "IsADirectoryError"), ("z", "UnicodeDecodeError"):
+        answer = json.loads((tmp_path / "_commands" / f"{name}.answer").read_text())
+        assert not answer["accepted"] and error in answer["text"]
+    with sweep_lock(tmp_path):  # deletes what a sweep writes, and nothing else
+        assert [path.name for path in (tmp_path / "_commands").iterdir()] == ["x.taken"]
+
+
+def test_a_command_whose_answer_cannot_be_written_is_executed_once(tmp_path, monkeypatch, caplog):
+    calls: list[dict[str, str]] = []
+    with sweep_lock(tmp_path):
+        (tmp_path / "_commands").mkdir()
+        (tmp_path / "_commands" / "x.json").write_text('{"action": "stop"}')
+        monkeypatch.setattr("pathlib.Path.write_text", full_disk)
+        for _ in range(2):
+            answer_commands(tmp_path, calls.append)
+    assert calls == [{"action": "stop"}] and "was not answered: [Errno 28]" in caplog.text
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_sender_does_not_wait_for_a_sweep_that_was_started_again(tmp_path, monkeypatch, answered):
+    first, second = sweep_lock(tmp_path), sweep_lock(tmp_path)
+
+    def restart(seconds: float) -> None:
+        if answered:
+            answer_commands(tmp_path, lambda command: "yes")
+        first.__exit__(None, None, None)
+        second.__enter__()  # deletes the command, and an answer that is not read yet
+
+    monkeypatch.setattr("groupwise.commands.sweeps.commands.time.sleep", restart)
+    first.__enter__()
+    with pytest.raises(ConfigError, match="ended before it answered"):
+        send_command(tmp_path, {"action": "stop", "name": "low"})
+    second.__exit__(None, None, None)

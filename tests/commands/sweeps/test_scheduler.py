@@ -5,7 +5,9 @@ Files: ``commands/sweeps/scheduler.py``, ``commands/sweeps/sampler.py``.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -135,7 +137,7 @@ def test_a_run_that_is_stopped_until_the_end_keeps_its_checkpoint(tmp_path):
     found = made.run()
     assert (found["plain"].status, found["hot"].status) == ("finished", "stopped")
     assert found["hot"].state.global_step == 0
-    with pytest.raises(ConfigError, match="only an active run"):
+    with pytest.raises(ConfigError, match="'hot' is stopped; a run takes stop while waiting"):
         made.stop("hot")
     with pytest.raises(ConfigError, match="nearest: 'plain'"):
         made.resume("plane")
@@ -402,8 +404,9 @@ def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
 def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
     write_clones(tmp_path, {"twin": SavedClone("plain", {"hub_token": "hf_secret"}, str(tmp_path / "gone"))})
     assert "hf_secret" not in (tmp_path / "_clones.json").read_text()
-    assert "twin" not in sweep(tmp_path, ("plain", "hot")).run(resume_from_checkpoint=True)
-    assert "clone 'twin' of 'plain' does not continue: it has no checkpoint" in caplog.text
+    found = sweep(tmp_path, ("plain", "hot")).run(resume_from_checkpoint=True)
+    assert found["twin"].status == "failed" and found["plain"].status == "finished"
+    assert "run 'twin' failed: ConfigError: it has no checkpoint" in caplog.text
 
 
 def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
@@ -415,3 +418,160 @@ def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
 def test_a_clone_of_a_run_that_ends_is_reported(tmp_path, caplog):
     found = cloned(tmp_path, at=4)
     assert "twin" not in found and "'twin' was not started: 'plain' ended" in caplog.text
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 100}
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def assert_plain_and_hot_finish(found: Any) -> None:
+    assert {found[name].status for name in ("plain", "hot")} == {"finished"}
+    assert found["plain"].state.global_step == found["hot"].state.global_step == 4
+
+
+#: Changes of a clone that fail at different places, and words of the error.
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "settings": ({"max_steps": "many"}, "max_steps='many' is of type str"),
+    "seed": ({"seed": -5}, "seed=-5 is out of range"),
+    "enum": ({"hub_strategy": "sometimes"}, "sometimes"),
+    "processor": ({"generation_kwargs": {"bad_words_ids": [5]}}, "bad_words_ids"),
+    "build": ({"push_to_hub": True}, "No space left"),
+    "save": ({}, "No space left"),
+}
+
+
+def test_whatever_a_clone_raises_ends_the_clone_alone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("groupwise.GRPOTrainer.init_hf_repo", full_disk)  # as without network
+    made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
+
+    def request() -> None:
+        for name, (changes, _) in FAILING.items():
+            made.clone("hot" if name == "save" else "plain", name, **changes)
+
+    made.runs["plain"].trainer.add_callback(AtStep(2, request))
+    monkeypatch.setattr(made.runs["hot"].trainer, "save_last_completed_step", full_disk)
+    found = made.run()
+    for name, (_, message) in FAILING.items():
+        assert found[name].status == "failed" and re.search(message, str(found[name].error)), name
+        assert f"run {name!r} failed: " in caplog.text
+    assert_plain_and_hot_finish(found)
+
+
+def test_a_rate_of_zero_cannot_be_scaled(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes={**SAVED, "learning_rate": 0.0})
+    answers, changes = list[str](), {"learning_rate": 1e-3}
+
+    def send() -> None:
+        for _ in range(2):  # the request that was refused is gone: its name is free
+            with pytest.raises(ConfigError) as error:
+                made._execute({"action": "clone", "name": "plain", "new_name": "twin", "changes": changes})
+            answers.append(str(error.value))
+
+    made.runs["plain"].trainer.add_callback(AtStep(2, send))
+    assert_plain_and_hot_finish(made.run())
+    assert len(answers) == 2 and all("whose learning_rate is 0" in answer for answer in answers)
+
+
+def test_a_run_of_all_weights_that_cannot_be_built_fails_alone(tmp_path, monkeypatch):
+    made = Sweep(
+        policy(),
+        {"plain": runs.count_reward, "hot": runs.count_reward, "late": runs.count_reward},
+        {name: config(tmp_path / name, **SETTINGS[name]) for name in ("plain", "hot", "late")},
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config={"plain": adapters(["plain"])["plain"]},
+    )
+    made.runs["hot"].reward_funcs = 7
+    found = made.run()
+    assert [found[name].status for name in ("plain", "hot", "late")] == ["finished", "failed", "finished"]
+
+
+@pytest.mark.parametrize("name", ["twin\0", "tw\nin", "\u202etwin"])
+def test_names_with_control_characters_are_refused(name, tmp_path):
+    made = sweep(tmp_path, ("plain",), changes=SAVED)
+    with pytest.raises(ConfigError, match="not a new name"):
+        made.clone("plain", name)
+
+
+def test_an_error_of_the_sampler_is_raised_in_the_runs_that_wait(tmp_path, monkeypatch):
+    made = sweep(tmp_path, ("plain", "hot"))
+    monkeypatch.setattr(made.sampler, "sample", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        made.run()
+    assert {run.error.errno for run in made.runs.values()} == {errno.ENOSPC}
+
+
+@pytest.mark.parametrize(
+    ("content", "continues"),
+    [
+        ("{", []),
+        ("[1, 2]", []),
+        ("\udcff", []),
+        ('{"one": ["plain", {}, null], "two": ["plain"]}', ["one"]),
+        ('{"one": ["plain", {}, null], "two": {"a": 1}, "three": [1, {}, null]}', ["one"]),
+    ],
+)
+def test_damaged_clones_are_named_and_the_others_continue(content, continues, tmp_path, caplog):
+    written = content.encode(errors="surrogateescape")
+    (tmp_path / "_clones.json").write_bytes(written)
+    assert list(read_clones(tmp_path)) == continues
+    assert "is damaged" in caplog.text and (not continues or "clone 'two'" in caplog.text)
+    assert (tmp_path / "_clones-damaged.json").read_bytes() == written
+
+
+def test_a_stopped_run_that_cannot_be_saved_has_failed(tmp_path, monkeypatch):
+    made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
+    monkeypatch.setattr(made.runs["hot"].trainer, "_save_checkpoint", full_disk)
+    made.runs["hot"].trainer.add_callback(AtStep(2, lambda: made.stop("hot")))
+    found = made.run()
+    assert (found["hot"].status, found["hot"].error.errno) == ("failed", errno.ENOSPC)
+    assert found["hot"].thread.has_ended and found["plain"].status == "finished"
+    with pytest.raises(ConfigError, match="'hot' is failed"):
+        made.resume("hot")
+
+
+#: Statuses after each command that is accepted.
+AFTER = {
+    "waiting": {"stop": "stopping", "clone": "waiting"},
+    "running": {"stop": "stopping", "clone": "running"},
+    "stopping": {"stop": "stopping", "resume": "running", "clone": "stopping"},
+    "stopped": {"resume": "running", "clone": "stopped"},
+    "finished": {},
+    "failed": {},
+}
+
+
+def test_every_command_in_every_state_of_a_run(tmp_path):
+    made = sweep(tmp_path, ("plain",), changes=SAVED)
+    run = made.runs["plain"]
+    for status, after in AFTER.items():
+        for action in ("stop", "resume", "clone"):
+            run.status, run.clones = status, []
+            command = {"action": action, "name": "plain", "new_name": "twin"}
+            if action in after:
+                made._execute(command)
+                assert (run.status, len(run.clones)) == (after[action], int(action == "clone"))
+            else:
+                with pytest.raises(ConfigError, match=f"'plain' is {status}; a run takes {action} while"):
+                    made._execute(command)
+                assert (run.status, run.clones) == (status, [])
+
+
+def test_a_stopped_run_is_cloned_after_all_others_have_ended(tmp_path):
+    made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
+    made.stop("plain")
+    made.runs["hot"].trainer.add_callback(AtStep(4, lambda: made.clone("plain", "twin")))
+    found = made.run()
+    assert found["plain"].status == "stopped" and found["twin"].state.global_step == 4
+
+
+class AtStep(TrainerCallback):
+    def __init__(self, step: int, act: Any) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.act()

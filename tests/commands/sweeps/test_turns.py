@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, TrainingError
 
 
 def draws() -> tuple[float, float, float]:
@@ -24,6 +24,8 @@ def test_a_thread_pauses_and_gets_answers():
     thread = TurnThread("one", body)
     assert thread.advance() == 1 and thread.advance("a") == 2 and not thread.has_ended
     assert thread.advance("b") is None and thread.has_ended and thread.result == "got a and b"
+    with pytest.raises(TrainingError, match="'one' has ended"):  # it would wait for ever
+        thread.advance()
 
 
 def test_a_thread_that_does_not_run_gets_no_turn():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import shlex
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.commands.sweeps.scheduler import Sweep
+
+logger = logging.getLogger(__name__)
 
 #: Keys that are the same for all runs, because they share model, data and directory.
 _COMMON = (
@@ -82,7 +85,10 @@ def _train(arguments: Sequence[str]) -> int:
     runs = sweep.run(resume_from_checkpoint=resume)
     for run in runs.values():
         if run.status == "finished" and run.trainer is not None:
-            run.trainer.create_model_card(dataset_name=dataset)
+            try:
+                run.trainer.create_model_card(dataset_name=dataset)
+            except Exception as error:  # such as a full disk: the run is trained and saved
+                logger.error("run %r has no model card: %s: %s", run.name, type(error).__name__, error)
     logged = [name for name in runs if (sweep.directory / name / METRICS_FILE).exists()]
     paths = [os.path.relpath(sweep.directory / name) for name in (*logged, "report.html")]
     print("\n" + shlex.join(["groupwise", "report", *paths[:-1], "--output", paths[-1]]))

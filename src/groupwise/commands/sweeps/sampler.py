@@ -20,7 +20,7 @@ from groupwise.commands.sweeps.turns import TurnThread
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, install_cpu_training
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import ConfigError
 from groupwise.generation.base import RUN_SETTINGS, ProcessingClass
 from groupwise.generation.decoding import (
     FINISHED_SHARE,
@@ -100,7 +100,7 @@ class _Part:
         self.recorder = make_recorder(model, self.config)  # None: nothing is truncated
         self.random = self.backend.thread.random
         self.rows_R: torch.Tensor  # positions of its rows in the batch
-        self.error: BackendError | None = None
+        self.error: Exception | None = None
         pad = self.config.pad_token_id
         self.input_ids = pad_sequences(self.prompts, pad, left=True, multiple_of=length, device=model.device)
         lengths = [len(prompt) for prompt in self.prompts]
@@ -121,7 +121,7 @@ class _Part:
         self.sampler = RowSampler(logits_processor, stopping_criteria, generation_config, self.recorder)
         return input_ids
 
-    def completions(self, sequences: list[list[int]]) -> list[Completion] | BackendError:
+    def completions(self, sequences: list[list[int]]) -> list[Completion] | Exception:
         """Return the completions of the run from the tokens after the prompts, padded on the right."""
         if self.error is not None:
             return self.error
@@ -165,7 +165,7 @@ class _JointSampler(RowSampler):
             try:
                 with part.random():
                     next_R[rows_R] = part.sampler.sample(tokens_RS[rows_R], logits_RV[rows_R])
-            except BackendError as error:  # logits of this run that are NaN; the others go on
+            except Exception as error:  # logits that are NaN, a processor of this run; the others go on
                 part.error, part.rows_R = error, rows_R[:0]
         return next_R
 
@@ -202,8 +202,10 @@ class PolicySampler:
         return make_backend(lambda: self.adapters.model, config, self.processing_class, kind=SharedBackend)
 
     def check(self, backend: Any, policy: PeftModel) -> None:
-        """Raise ConfigError if a run cannot be sampled together with others."""
+        """Raise an error if a run cannot be sampled together with others, such as that of its processors."""
         backend.check()
+        with without_model_settings(self.model):
+            _Part(self.model, SampleRequest(backend, [[0]], RUN_SETTINGS), 1)
         self.adapters.load({backend.thread.name: policy})  # checks its layers
         self.adapters.unload()
 
@@ -228,7 +230,7 @@ class PolicySampler:
 @torch.no_grad()
 def sample_together(
     model: CausalLM, runs: BatchRuns, requests: Sequence[SampleRequest]
-) -> list[list[Completion] | BackendError]:
+) -> list[list[Completion] | Exception]:
     """Decode the requests of K runs as one batch.
 
     Args:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +39,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import OPTIMIZER_STATE, TRAINER_STATE
 from groupwise.data.dataset_checks import has_image_columns
-from groupwise.errors import BackendError, ConfigError, GroupwiseError, nearest_name
+from groupwise.errors import BackendError, ConfigError, GroupwiseError, is_interrupt, nearest_name
 from groupwise.generation.base import check_backend, json_dict
 from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import check_model, has_adapter
@@ -76,6 +78,12 @@ SAMPLERS: Registry[Any] = Registry(
 )
 #: Trackers with a run for each trainer of a process; the others have one for the process.
 TRACKERS = ("none", "tensorboard", "trackio")
+#: Statuses of the run in which it takes a command; "stopping": until its next optimizer step.
+COMMANDS = {
+    "stop": ("waiting", "running", "stopping"),
+    "resume": ("stopping", "stopped"),
+    "clone": ("waiting", "running", "stopping", "stopped"),
+}
 
 
 @dataclass
@@ -86,7 +94,7 @@ class SweepRun:
     args: configuration.
     reward_funcs: as in ``GRPOTrainer``.
     peft_config: its LoRA adapter; None: all weights are trained, after the runs with adapters.
-    status: "waiting" for its first turn, "running", "stopped", "finished" or "failed".
+    status: "waiting" for its first turn, "running", "stopping", "stopped", "finished" or "failed".
     error: exception of a failed run.
     trainer: None before and after the turn of a run without an adapter.
     state: of its trainer, also after the end.
@@ -106,7 +114,6 @@ class SweepRun:
     thread: TurnThread | None = None
     request: Any = None  # it waits for these completions
     answer: Any = None  # of its request, for its next turn
-    stop_requested: bool = False
     clones: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # requested: name and changes
     learning_rate_factor: float = 1.0  # of a clone, beside the schedule in the checkpoint
 
@@ -116,7 +123,7 @@ class SweepRun:
 
     @property
     def is_active(self) -> bool:
-        return self.status in ("waiting", "running")
+        return self.status in ("waiting", "running", "stopping")
 
     def train(self) -> Any:
         """Body of the thread: train, and save the last adapter in the output directory."""
@@ -127,9 +134,15 @@ class SweepRun:
         return result
 
     def save_step(self) -> None:
-        """Write a checkpoint of the last optimizer step, in the thread that waits to begin the next one."""
+        """Write a checkpoint of the last optimizer step, in the thread that waits to begin the next one.
+
+        Raises:
+            Exception: it cannot be written; the thread still waits.
+        """
         assert self.thread is not None and self.trainer is not None
-        self.thread.advance(self.trainer.save_last_completed_step)
+        error = self.thread.advance(self.trainer.save_last_completed_step) or self.thread.error
+        if error is not None:
+            raise error
 
 
 class Sweep:
@@ -247,8 +260,9 @@ class Sweep:
     def run(self, resume_from_checkpoint: bool | None = None) -> dict[str, SweepRun]:
         """Train all runs to their end; returns them by name.
 
-        A run that fails is reported, and the others go on. The sweep ends when no run is active: stopped runs
-        have a checkpoint then, unless their ``save_strategy`` is "no".
+        A run that fails, also while it is built, saved or cloned, is reported, and the others go on. The
+        sweep ends when no run is active: stopped runs have a checkpoint then, unless their ``save_strategy``
+        is "no".
 
         Args:
             resume_from_checkpoint: True: every run continues from its newest checkpoint, if it has one.
@@ -258,9 +272,11 @@ class Sweep:
         """
         with preserved_state(), preserved_accelerate(), sweep_lock(self.directory):
             try:
-                self._saved_clones = self._resume() if resume_from_checkpoint else {}
+                self._saved_clones = read_clones(self.directory) if resume_from_checkpoint else {}
                 write_clones(self.directory, self._saved_clones)
-                while any(run.is_active for run in self.runs.values()):
+                if resume_from_checkpoint:
+                    self._resume()
+                while any(run.is_active or run.clones for run in self.runs.values()):
                     self._compute_round()
                     answer_commands(self.directory, self._execute)
             finally:
@@ -272,37 +288,64 @@ class Sweep:
             raise cast(BaseException, failed[0].error)
         return self.runs
 
-    def _resume(self) -> dict[str, SavedClone]:
-        """Let every run continue from its newest checkpoint, clones too; returns the clones of the file."""
+    def _resume(self) -> None:
+        """Let every run continue from its newest checkpoint, and the saved clones too."""
         for run in self.runs.values():
             if checkpoints(Path(str(run.args.output_dir))):
                 run.resume_from = True
-        saved = read_clones(self.directory)
-        for name, clone in saved.items():
+        for name, clone in list(self._saved_clones.items()):
             if name in self.runs:  # the settings of the sweep have it now
                 continue
-            try:
-                start: str | bool | None = bool(checkpoints(self.directory / name)) or clone.checkpoint
-                if isinstance(start, str) and not Path(start).is_dir():
-                    raise ConfigError(f"it has no checkpoint, and that of its source, {start!r}, is gone")
-                self._add_clone(self._find(clone.source), name, clone.changes, start)
-            except GroupwiseError as error:
-                logger.error("clone %r of %r does not continue: %s", name, clone.source, error)
-        return saved
+            if clone.source in self.runs:
+                self._add_clone(
+                    self.runs[clone.source], name, clone.changes, partial(self._find_start, name, clone)
+                )
+            else:
+                logger.error("clone %r does not continue: its source %r is no run", name, clone.source)
+
+    def _find_start(self, name: str, clone: SavedClone) -> str | bool | None:
+        if checkpoints(self.directory / name):
+            return True
+        if clone.checkpoint is not None and not Path(clone.checkpoint).is_dir():
+            raise ConfigError(f"it has no checkpoint, and that of its source, {clone.checkpoint!r}, is gone")
+        return clone.checkpoint
+
+    @contextmanager
+    def _boundary(self, run: SweepRun) -> Iterator[None]:
+        """Run a block for one run: whatever it raises fails this run alone; interrupts pass."""
+        try:
+            yield
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            self._end(run, error)
+
+    def _end(self, run: SweepRun, error: BaseException | None) -> None:
+        run.status, run.error, run.request = "finished" if error is None else "failed", error, None
+        if error is not None:
+            logger.error("run %r failed: %s: %s", run.name, type(error).__name__, error)
+        for name, _ in run.clones:
+            logger.error("run %r was not started: %r ended before its next optimizer step", name, run.name)
+        run.clones = []
+        if run.thread is not None:
+            run.thread.close()
+        if not run.shares_base:
+            run.trainer = None  # the next one needs the memory
 
     def _compute_round(self) -> None:
         """Advance the runs with adapters to their next completions; without any, another run by a step."""
         for run in [run for run in self.runs.values() if run.status == "stopped"]:
             self._start_clones(run)
         active = [run for run in self.runs.values() if run.is_active and run.shares_base]
-        if not active:
-            run = next(run for run in self.runs.values() if run.is_active)
-            if run.trainer is None:
-                self._build(run)
-            self._advance(run)
-        for run in active:
-            while run.is_active and run.request is None:
+        for run in [] if active else [run for run in self.runs.values() if run.is_active][:1]:
+            with self._boundary(run):
+                if run.trainer is None:
+                    self._build(run)
                 self._advance(run)
+        for run in active:
+            with self._boundary(run):
+                while run.is_active and run.request is None:
+                    self._advance(run)
         waiting = [run for run in active if run.request is not None]
         for run in [run for run in waiting if not has_finite_adapter(_policy(run))]:
             error = BackendError("the adapter's weights are NaN or infinite, so no token can be sampled")
@@ -310,7 +353,10 @@ class Sweep:
             waiting.remove(run)
         if waiting:
             policies = {run.name: _policy(run) for run in waiting}
-            answers = self.sampler.sample([run.request for run in waiting], policies)
+            try:
+                answers = self.sampler.sample([run.request for run in waiting], policies)
+            except Exception as error:  # of an engine, or out of memory: raised in each run that waits
+                answers = [error] * len(waiting)
             for run, answer in zip(waiting, answers, strict=True):
                 run.request, run.answer = None, answer
         self._prune()
@@ -320,76 +366,80 @@ class Sweep:
     def _advance(self, run: SweepRun) -> None:
         """Give a turn to a run, until it asks for completions, begins an optimizer step or ends."""
         thread, trainer = cast(TurnThread, run.thread), cast(GRPOTrainer, run.trainer)
-        run.status = "running"
+        if run.status == "waiting":
+            run.status = "running"
         answer, run.answer = run.answer, None
         run.request = thread.advance(answer)
         run.state = trainer.state
         if thread.has_ended:
-            run.error = None if isinstance(thread.error, ClosedError) else thread.error
-            run.status = "finished" if run.error is None else "failed"
-            if run.error is not None:
-                logger.error("run %r failed: %s: %s", run.name, type(run.error).__name__, run.error)
-            for name, _ in run.clones:
-                logger.error(
-                    "run %r was not started: %r ended before its next optimizer step", name, run.name
-                )
-            run.clones = []
-            if not run.shares_base:
-                run.trainer = None  # the next one needs the memory
+            self._end(run, None if isinstance(thread.error, ClosedError) else thread.error)
         elif run.request is None:  # at the beginning of a step
             self._start_clones(run)
-            if run.stop_requested:
-                run.save_step()
-                run.status, run.stop_requested = "stopped", False
+            if run.status == "stopping":
+                with self._boundary(run):
+                    run.save_step()
+                    run.status = "stopped"
 
     def _start_clones(self, run: SweepRun) -> None:
         """Start the requested copies of a run that is at the beginning of an optimizer step."""
         requested, run.clones = run.clones, []
+
+        def save() -> str | None:
+            step = run.state.global_step
+            if not step:
+                return None  # it starts as the run did
+            run.save_step()
+            return str(checkpoints(Path(str(run.args.output_dir)))[step])
+
         for name, changes in requested:
-            start = None  # it starts as the run did
-            if step := run.state.global_step:
-                run.save_step()
-                start = str(checkpoints(Path(str(run.args.output_dir)))[step])
-            self._add_clone(run, name, changes, start)
-            if self.runs[name].error is None:
-                self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
-                write_clones(self.directory, self._saved_clones)
+            self._add_clone(run, name, changes, save)
 
     def _add_clone(
-        self, run: SweepRun, name: str, changes: Mapping[str, Any], start: str | bool | None
+        self,
+        run: SweepRun,
+        name: str,
+        changes: Mapping[str, Any],
+        find_start: Callable[[], str | bool | None],
     ) -> None:
-        """Build a copy of a run with changes.
+        """Build a copy of a run with changes; a failed run if that is not possible.
 
         Args:
-            start: checkpoint of ``run``; True: the newest one of the copy; None: the beginning.
+            find_start: returns a checkpoint of ``run``, True for the newest one of the copy, None for the
+                beginning.
         """
         clone = self.runs[name] = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
-        clone.resume_from = start
-        try:
+        with self._boundary(clone):
             clone.args = self._clone_settings(run, name, changes)
-            if isinstance(start, str):
+            clone.resume_from = start = find_start()
+            if isinstance(start, str) and clone.args.learning_rate != run.args.learning_rate:
                 clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
             self._build(clone)
             cast(GRPOTrainer, clone.trainer).applied_on_resume = {"learning_rate"}
-        except GroupwiseError as error:
-            clone.status, clone.error = "failed", error
-            logger.error("run %r was not started: %s", name, error)
+            if not isinstance(start, bool):
+                self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
+                write_clones(self.directory, self._saved_clones)
 
     def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
         """Return the settings of a run with changes; call it in the thread of the scheduler."""
         own = {"output_dir": str(self.directory / name), "run_name": name}
+        step = run.state.global_step
         try:
             with preserved_accelerate():
                 args = replace(run.args, **{**own, **changes})
+            _check_run(SweepRun(name, args, run.reward_funcs, run.peft_config), self.directory)
         except GroupwiseError:
             raise
         except Exception as error:  # transformers raises many types for values that it does not know
-            raise ConfigError(f"settings of run {name!r}: {error}") from error
-        _check_run(SweepRun(name, args, run.reward_funcs, run.peft_config), self.directory)
-        if 0 < args.max_steps <= run.state.global_step:
+            raise ConfigError(f"settings of run {name!r}: {type(error).__name__}: {error}") from error
+        if 0 < args.max_steps <= step:
             raise ConfigError(
-                f"run {name!r} has max_steps={args.max_steps}, and {run.name!r} is at step "
-                f"{run.state.global_step} already; nearest valid: {run.state.global_step + 1}"
+                f"run {name!r} has max_steps={args.max_steps}, and {run.name!r} is at step {step} already; "
+                f"nearest valid: {step + 1}"
+            )
+        if step and not run.args.learning_rate and args.learning_rate:
+            raise ConfigError(
+                f"learning_rate={args.learning_rate} of {name!r} would scale the schedule of {run.name!r}, "
+                "whose learning_rate is 0; clone a run with another one"
             )
         return args
 
@@ -420,10 +470,8 @@ class Sweep:
         Raises:
             ConfigError: no such run, or it is not active.
         """
-        run = self._find(name)
-        if not run.is_active:
-            raise ConfigError(f"run {name!r} is {run.status}; only an active run can be stopped")
-        run.stop_requested = True
+        run = self._find(name, "stop")
+        run.status = "stopping"
         return f"{name} stops after optimizer step {run.state.global_step} or the one that is computed"
 
     def resume(self, name: str) -> str:
@@ -432,12 +480,8 @@ class Sweep:
         Raises:
             ConfigError: no such run, or it is not stopped.
         """
-        run = self._find(name)
-        if run.status != "stopped" and not run.stop_requested:
-            raise ConfigError(f"run {name!r} is {run.status}; only a stopped run can be resumed")
-        run.stop_requested = False
-        if run.status == "stopped":
-            run.status = "running"
+        run = self._find(name, "resume")
+        run.status = "running"
         return f"{name} continues at optimizer step {run.state.global_step}"
 
     def clone(self, name: str, new_name: str, **changes: Any) -> str:
@@ -455,9 +499,9 @@ class Sweep:
         return self._request_clone(name, new_name, changes)
 
     def _request_clone(self, name: str, new_name: str, changes: dict[str, Any]) -> str:
-        run = self._find(name)
-        if not run.shares_base or run.status not in ("waiting", "running", "stopped"):
-            raise ConfigError(f"run {name!r} ({run.status}): only an active run with an adapter is cloned")
+        run = self._find(name, "clone")
+        if not run.shares_base:
+            raise ConfigError(f"run {name!r} has no adapter; only a run with an adapter is cloned")
         if run.args.save_strategy == SaveStrategy.NO:
             raise ConfigError(f"run {name!r} has save_strategy='no'; a clone starts from its checkpoint")
         taken = [*self.runs, *(new for other in self.runs.values() for new, _ in other.clones)]
@@ -481,11 +525,17 @@ class Sweep:
         run.clones.append((new_name, changes))
         return f"{new_name} starts from the state of {name} at its next optimizer step"
 
-    def _find(self, name: str) -> SweepRun:
+    def _find(self, name: str, command: str) -> SweepRun:
+        """Return a run that takes the command now; see :data:`COMMANDS`."""
         if name not in self.runs:
             nearest = nearest_name(name, self.runs)
             raise ConfigError(f"no run {name!r}; allowed: {', '.join(self.runs)}; nearest: {nearest!r}")
-        return self.runs[name]
+        run, allowed = self.runs[name], COMMANDS[command]
+        if run.status not in allowed:
+            raise ConfigError(
+                f"run {name!r} is {run.status}; a run takes {command} while {', '.join(allowed)}"
+            )
+        return run
 
     def _execute(self, command: dict[str, Any]) -> str:
         """Execute a command of another process."""
@@ -494,7 +544,7 @@ class Sweep:
             answer = self._request_clone(name, command["new_name"], changes)
             try:
                 self._clone_settings(self.runs[name], command["new_name"], changes)
-            except GroupwiseError:
+            except BaseException:
                 self.runs[name].clones.pop()
                 raise
             return answer
@@ -524,8 +574,13 @@ class _StepTurns(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        while (call := self.thread.pause()) is not None:
-            call()
+        error = None
+        while (call := self.thread.pause(error)) is not None:
+            error = None
+            try:
+                call()
+            except Exception as raised:  # of saving: the scheduler decides which run it fails
+                error = raised
 
 
 def _policy(run: SweepRun) -> PeftModel:
@@ -539,7 +594,7 @@ def _of_run(value: Any, name: str) -> Any:
 
 def _is_name(name: str) -> bool:
     """Return True for the name of a directory of its own beside the files of the sweep."""
-    return name == Path(name).name and not name.startswith((".", "_")) and bool(name)
+    return name == Path(name).name and not name.startswith((".", "_")) and name.isprintable() and bool(name)
 
 
 def _check_run(run: SweepRun, directory: Path) -> None:
@@ -551,8 +606,8 @@ def _check_run(run: SweepRun, directory: Path) -> None:
     args = run.args
     if not _is_name(run.name):
         raise ConfigError(
-            f"the name of run {run.name!r} must be that of a directory, without / and with another first "
-            "character than . and _"
+            f"the name of run {run.name!r} must be that of a directory: printable characters without /, the "
+            "first one not . or _"
         )
     if not isinstance(args, GRPOConfig):
         raise ConfigError(f"run {run.name!r} is a {type(args).__name__}; it must be a groupwise.GRPOConfig")

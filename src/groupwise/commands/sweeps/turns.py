@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from groupwise.compat.accelerate import shared_states
-from groupwise.errors import BackendError
+from groupwise.errors import BackendError, TrainingError
 from groupwise.random_state import get_state, set_state
 from groupwise.threads import start_thread
 
@@ -46,7 +46,12 @@ class TurnThread:
 
         Args:
             answer: result of the :meth:`pause` in which the thread waits; an exception is raised there.
+
+        Raises:
+            TrainingError: the thread has ended.
         """
+        if self.has_ended:
+            raise TrainingError(f"run {self.name!r} has ended and gets no further turn")
         with self.random(), preserved_accelerate():
             _set_accelerate_state(self._accelerate)
             if self._has_started:
