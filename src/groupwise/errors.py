@@ -123,6 +123,19 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
         raise error(f"{where} raised {type(cause).__name__}: {cause}") from cause
 
 
+@contextmanager
+def log_boundary(logger: logging.Logger, name: str) -> Iterator[None]:
+    """Write one log, file or table of a run; any error of the block is a warning, and the run goes on.
+
+    Args:
+        name: the log in the warning; it is lost.
+    """
+    try:
+        yield
+    except Exception as error:
+        warn_once(logger, "%s was not written: %s: %s", name, type(error).__name__, error)
+
+
 @functools.cache
 def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
     """Log a warning, once for each message with its values."""

@@ -543,3 +543,45 @@ def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:
     theirs = model.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in trainer.model.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")("abc")["input_ids"] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_kill_at_any_rename_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    """The process ends at the n-th rename; before the next run, or at its begin, one of both is there."""
+    if not can_exchange:
+        monkeypatch.setattr(run_directory, "_exchange", lambda *_: False)
+    rename = os.replace
+    for kill_at in range(3):
+        output_dir, calls = tmp_path / str(kill_at) / "run", []
+        _write(output_dir / "checkpoint-3", weights="old")
+
+        def counted(*paths: Any, calls: Any = calls, kill_at: int = kill_at) -> None:
+            calls.append(paths)
+            if len(calls) > kill_at:
+                raise KeyboardInterrupt  # without any of the cleaning below
+            rename(*paths)
+
+        run = _run(output_dir)
+        with run.claimed():
+            staged = _write(run.staging / "checkpoint-3", weights="new")
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "replace", counted)
+                try:
+                    run.publish(staged, output_dir / "checkpoint-3")
+                except KeyboardInterrupt:
+                    assert not can_exchange
+        if can_exchange:
+            assert not calls and (output_dir / "checkpoint-3" / "weights").read_text() == "new"
+        with _run(output_dir).claimed():
+            found = (output_dir / "checkpoint-3" / "weights").read_text()
+        assert found == ("old" if kill_at == 0 and not can_exchange else "new")
+
+
+def test_rotation_does_not_look_at_the_clock(tmp_path: Path) -> None:
+    for step, age in ((1, 5), (4, 1), (5, 0)):  # times were set back
+        path = _write(tmp_path / f"checkpoint-{step}", weights="x")
+        os.utime(path, (1000 + age, 1000 + age))
+    _rotate(tmp_path / "checkpoint-5", 2, None)
+    assert _names(tmp_path) == ["checkpoint-4", "checkpoint-5"]

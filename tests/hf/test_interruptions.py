@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,4 +290,41 @@ def test_files_in_shared_memory_end_with_their_sender(
     sender = transfer.BucketSender(transfer.BucketSenderInfo(), None, [])
     assert sender.directory.is_dir()
     del sender  # as at the end of the process
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_without_the_token_of_this_boot_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
+    owner = threading.Event()
+    own, _ = transfer.shared_directory(owner)
+    token = (own / "lock").read_text()
+    assert token.endswith(f" {os.getpid()}")
+    left = {
+        "groupwise-killed": token,
+        "groupwise-user": "",
+        "groupwise-pid": "123",
+        "groupwise-boot": "x" + token,
+    }
+    for name, content in left.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text(content)
+    transfer.shared_directory(other := threading.Event())
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found & left.keys() == left.keys() - {"groupwise-killed"} and own.name in found
+    del other
+
+
+def test_a_forked_process_removes_no_directory_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
+    directory, remove = transfer.shared_directory(threading.Event)
+    if (child := os.fork()) == 0:
+        remove()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert directory.is_dir()
+    remove()
     assert list(tmp_path.iterdir()) == []

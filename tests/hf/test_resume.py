@@ -33,8 +33,11 @@ from support.resume_runs import (
 from support.saved_runs import files
 from transformers import Trainer, TrainerCallback
 
+from groupwise import GRPOConfig
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.hf import checkpointing
+from groupwise.hf.run_directory import RunDirectory
+from groupwise.reporting.metrics_file import read_metrics
 
 TIMEOUT = 180  # seconds
 
@@ -613,15 +616,22 @@ def test_a_run_of_another_host_that_was_killed_is_reported(tmp_path: Path, caplo
     assert _names(tmp_path) == ["checkpoint-1"]
 
 
-def test_runs_that_save_nothing_share_a_directory(tmp_path: Path) -> None:
+def test_runs_that_save_nothing_do_not_share_a_directory_either(tmp_path: Path) -> None:
+    """Both would write metrics, settings and recordings."""
+    inner = make_trainer(tmp_path, max_steps=1, save_strategy="no")
+
     class Inner(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            make_trainer(tmp_path, max_steps=1, save_strategy="no").train()
+            with pytest.raises(ConfigError, match="is used by another run"):
+                inner.train()
 
+    (tmp_path / "checkpoint-7").mkdir()  # a run that saves nothing moves none
     outer = make_trainer(tmp_path, max_steps=1, save_strategy="no")
     outer.add_callback(Inner())
     outer.train()
-    assert _names(tmp_path) == []
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 1]
+    inner.train()  # after its end
+    assert _names(tmp_path) == ["checkpoint-7"]
 
 
 def _fail_at(step: int) -> Any:
@@ -773,3 +783,17 @@ def test_a_file_system_without_locks_is_reported(
     make_trainer(tmp_path, max_steps=1).train()
     assert "cannot be locked ([Errno 95] Operation not supported): start no other run there" in caplog.text
     assert "checkpoint-1" in _names(tmp_path)
+
+
+def test_a_forked_process_releases_no_lock_of_its_parent(tmp_path: Path) -> None:
+    run = RunDirectory(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"))
+    with run.open(None):
+        if (child := os.fork()) == 0:
+            run._release()  # as where a reward forks, and its process unwinds the stack
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert _names(tmp_path) == ["_run.json", "_run.lock"]
+        other = RunDirectory(run.args)
+        with pytest.raises(ConfigError, match="is used by another run"), other.open(None):
+            pass
+    assert _names(tmp_path) == []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import logging
 import os
 import random
 import sys
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -241,9 +244,12 @@ def test_the_table_shows_texts_as_they_are(capsys):
 
 
 def test_control_characters_do_not_reach_the_terminal(capsys):
-    print_table({"step": [1], "completion": ["\x1b[2Jgone\rover\tx"]}, "t")
+    order = "".join(
+        map(chr, [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029])
+    )
+    print_table({"step": [1], "completion": ["\x1b[2Jgone\rover\tx"], order: [order]}, "t")
     printed = capsys.readouterr().out
-    assert "\x1b" not in printed and "\r" not in printed
+    assert "\x1b" not in printed and "\r" not in printed and not set(order) & set(printed)
     assert "\\x1b[2Jgone\\rover x" in printed
 
 
@@ -313,3 +319,13 @@ def test_no_repository_no_upload(api, tmp_path, monkeypatch, make_args, make_row
     monkeypatch.setattr(api, "run_as_future", lambda *job: jobs.append(job))
     report_completions([make_row()], 3, make_args(num_completions_to_print=0), str(tmp_path))
     assert jobs == []
+
+
+def test_a_full_disk_loses_the_file_and_not_the_run(tmp_path, make_args, make_row, caplog, monkeypatch):
+    def full_disk(table: Any, where: Path) -> None:
+        where.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full_disk)
+    report_completions([make_row()], 3, make_args(), str(tmp_path))
+    assert "completions_00003.parquet was not written: OSError: [Errno 28]" in caplog.text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from support.runs import trainer
@@ -87,7 +88,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     args = config(tmp_path / "run")
     (tmp_path / "run" / METRICS_FILE).mkdir(parents=True)
     MetricsFileCallback().on_log(args, state(1), TrainerControl(), {"reward": 1.0})
-    assert "step 1 were not written" in caplog.text
+    assert "step 1 was not written: IsADirectoryError" in caplog.text
 
 
 @pytest.mark.parametrize("last", [2, 3])
@@ -101,3 +102,58 @@ def test_a_run_that_was_resumed_has_every_step_once(tmp_path, last):
     history = [(log["step"], log["reward"]) for log in resumed.state.log_history if "reward" in log]
     assert rewards == history and [step for step, _ in rewards] == [1, 2, 3, 4]
     assert all(json.dumps(record) for record in records)
+
+
+TORN = b'{"step": 1}\n{"st\n\x00\xff\n[1]\n5\n{"step": "x"}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_lines_that_are_no_log_are_read_past_and_kept(tmp_path, caplog):
+    args, path = config(tmp_path), tmp_path / METRICS_FILE
+    path.write_bytes(TORN)
+    for _ in range(2):
+        assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    assert [m for m in caplog.messages if "torn" in m] == [
+        f"{path}: no log in line 2, 3, 4, 5, 6, torn by a full disk or a kill"
+    ]
+    MetricsFileCallback().on_train_begin(args, state(2), TrainerControl())
+    assert path.read_bytes() == TORN.replace(b'{"step": 3}\n', b"")
+
+
+def test_a_log_after_a_torn_line_has_a_line_of_its_own(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(b'{"step": 1}\n{"ste')
+    callback = MetricsFileCallback()
+    for step in (2, 3):
+        callback.on_log(config(tmp_path), state(step), TrainerControl(), {"reward": 0.5})
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_log_keeps_step_and_time_of_the_user_beside_those_of_the_record(tmp_path):
+    logs = {"step": -1, "time": "noon", "time_": "one", "reward": 1.0}
+    MetricsFileCallback().on_log(config(tmp_path), state(7), TrainerControl(), logs)
+    (record,) = read_metrics(tmp_path / METRICS_FILE)
+    assert (record["step"], record["step_"], record["time_"], record["time__"]) == (7, -1, "noon", "one")
+    assert record["time"] > 1e9
+
+
+def test_a_log_that_cannot_be_saved_does_not_end_the_run(tmp_path, caplog):
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    callback = MetricsFileCallback()
+    callback.on_log(config(tmp_path), state(1), TrainerControl(), {"odd": Odd()})
+    callback.on_log(config(tmp_path), state(1), TrainerControl(), {(1, 2): 1.0})
+    callback.on_log(config(tmp_path), state(2), TrainerControl(), {"reward": 1.0})
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [2]
+    assert "step 1 was not written: RuntimeError: no text" in caplog.text
+
+
+def test_earlier_runs_of_one_second_are_all_kept(tmp_path):
+    args, path = config(tmp_path), tmp_path / METRICS_FILE
+    for number in range(3):
+        path.write_text(f'{{"step": {number}}}\n')
+        os.utime(path, (1e9, 1e9))
+        MetricsFileCallback().on_train_begin(args, state(0), TrainerControl())
+    kept = [read_metrics(path)[0]["step"] for path in sorted(tmp_path.glob("metrics-*.jsonl"))]
+    assert sorted(kept) == [0, 1, 2]

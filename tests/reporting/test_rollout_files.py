@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,4 +178,28 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("groupwise.reporting.rollout_files._replace", fails)
     run, _ = saved(tmp_path, max_steps=1)
     assert run.state.global_step == 1
-    assert any("was not written: no space left" in record.getMessage() for record in caplog.records)
+    assert any("was not written: OSError: no space left" in record.getMessage() for record in caplog.records)
+
+
+def test_a_full_disk_while_an_image_is_recorded_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    run, _ = saved(tmp_path, max_steps=1)
+    files = RolloutFiles(run)
+    monkeypatch.setattr("pathlib.Path.write_bytes", full_disk)
+    rollouts = SimpleNamespace(images=[ImageInputs({"pixels": torch.ones(2)}, (), "0" * 8)])
+    files.on_generation_end(run.args, run.state, run.control, rollouts, None)
+    assert "generation 0 of step 2" in caplog.text and "No space left" in caplog.text
+    monkeypatch.undo()
+    assert not [path.name for path in tmp_path.rglob("*.tmp")] and "000002.0" not in str(names(tmp_path))
+
+
+def full_disk(path: Path, content: bytes) -> None:
+    path.touch()  # its first bytes
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_recordings_of_runs_that_end_within_a_second_are_all_kept(tmp_path):
+    for steps in (1, 2, 3):
+        saved(tmp_path, max_steps=steps)
+        os.utime(tmp_path / FOLDER, (1e9, 1e9))
+    found = [Recording(path).steps for path in tmp_path.glob(f"{FOLDER}*")]
+    assert sorted(found) == [[1], [1, 2], [1, 2, 3]]

@@ -16,6 +16,7 @@ import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from groupwise.reporting.completions import print_table
 from groupwise.reporting.terminal import (
     LINES_PER_HEADER,
     LogLinesCallback,
@@ -304,3 +305,45 @@ def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):
         subprocess.run([sys.executable, "-c", PROGRAM], stdout=log, stderr=log, check=True)
     written = (tmp_path / "log").read_text()
     assert "\x1b[1m" not in written and "generate 4 s" not in written and "0.500" in written
+
+
+class Console(io.TextIOWrapper):
+    """Standard output of one encoding; a closed pipe if it has none."""
+
+    def __init__(self, encoding: str | None) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding or "utf-8")
+        self.is_closed = encoding is None
+
+    def flush(self) -> None:
+        if getattr(self, "is_closed", False):
+            raise BrokenPipeError(32, "Broken pipe")
+        super().flush()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252", "latin-1", None])
+def test_no_console_ends_the_run_from_a_log(encoding, make_args, monkeypatch, caplog):
+    stdout = Console(encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    state = TrainerState(max_steps=4, global_step=2, is_world_process_zero=True)
+    for callback in (LogLinesCallback(["größe→"]), LogLinesProgressCallback()):
+        callback.on_log(make_args(), state, TrainerControl(), {**LOGS, "größe→": 1.0})
+        callback.on_log(make_args(), state, TrainerControl(), {"größe→": 1.0})
+    print_table({"step": [1], "completion": ["→ \ud83d 日本 \U0001f600"], "größe→": [1.0]}, "t")
+    if encoding is None:
+        assert "the log on standard output was not written: BrokenPipeError" in caplog.text
+        return
+    printed = stdout.buffer.getvalue().decode(encoding)
+    title = "größe→".encode(encoding, "backslashreplace").decode(encoding)
+    assert f"{title} 1" in printed and "0.531" in printed
+    assert ("日本" if encoding == "utf-8" else "\\u65e5") in "".join(printed.split())
+
+
+@pytest.mark.parametrize("stdout", [None, "closed"])
+def test_a_run_without_a_console_goes_on(stdout, make_args, monkeypatch):
+    file = stdout and Console("utf-8")
+    if file:
+        file.close()
+    monkeypatch.setattr(sys, "stdout", file)
+    state = TrainerState(max_steps=4, global_step=2, is_world_process_zero=True)
+    LogLinesCallback().on_log(make_args(), state, TrainerControl(), dict(LOGS))
+    print_table({"step": [1], "completion": ["a"]}, "t")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import filecmp
 import glob
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 class RunDirectory:
-    """``output_dir`` of a run: locked while the run trains; checkpoints of other runs are moved aside.
+    """``output_dir`` of a run: locked while the run trains; a run that saves moves those of others aside.
 
     The operating system ends the lock with its process, which a file beside it names. On a file system
     without locks between hosts a second run can start, and the first one ends at its next save, because the
@@ -63,7 +64,7 @@ class RunDirectory:
         self.finished: Path | None = None
         self.staging, self.is_staging = Path(), False
         self._depth = 0  # of nested blocks of open()
-        self._is_claimed = False
+        self._is_claimed = self._saves = False
         self._lock: FileLock | None = None
         self._holder: dict[str, Any] | None = None
 
@@ -75,13 +76,13 @@ class RunDirectory:
     def open(
         self, resume_from_checkpoint: str | bool | None, *, saves: bool | None = None
     ) -> Iterator[str | None]:
-        """Yield the checkpoint to resume from, or None; keep the lock of a run that saves until the end.
+        """Yield the checkpoint to resume from, or None; keep the lock until the end.
 
         Collective, as all methods. A block within another one continues the same run.
 
         Args:
             resume_from_checkpoint: see :func:`find_checkpoint`.
-            saves: None: by ``save_strategy``; a run without checkpoints takes the lock when it saves.
+            saves: None: by ``save_strategy``; a run moves no checkpoints aside before it saves.
 
         Raises:
             ConfigError: another run has the lock, or the checkpoint does not exist or is damaged.
@@ -90,8 +91,8 @@ class RunDirectory:
             saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
         self._depth += 1
         try:
-            if saves:
-                self._claim()
+            self._saves = saves or self._saves
+            self._claim()
             self.finished = None
             checkpoint, self.step, run_id = self.on_savers(lambda: _start(resume_from_checkpoint, self.path))
             if checkpoint is not None or self._depth == 1:
@@ -113,10 +114,10 @@ class RunDirectory:
         try:
             if self._is_claimed:
                 self.on_savers(self._check_holder)
-            else:
-                self._claim()
-                if self._depth:
-                    self.move_aside()
+            self._claim()
+            if self._depth and not self._saves:
+                self._saves = True
+                self.move_aside()
             yield
         finally:
             if self._depth == 0:
@@ -173,6 +174,13 @@ class RunDirectory:
         (self.path / _HOLDER).write_text(json.dumps(self._holder), encoding="utf-8")
         staging = _staging_dir(self.path)
         for killed in staging.parent.glob(glob.escape(staging.name) + "[0-9a-f]" * len(name)):
+            for step, path in checkpoints(killed).items():  # between its last file and its rename
+                final = self.path / path.name
+                if not final.exists() and (path / MANIFEST).is_file() and not damage(path):
+                    os.replace(path, final)
+                    logger.warning(
+                        "checkpoint of step %d of a run that was killed is kept in %s", step, final
+                    )
             shutil.rmtree(killed, ignore_errors=True)
         return staging.with_name(staging.name + name)
 
@@ -192,22 +200,23 @@ class RunDirectory:
             )
 
     def _release(self) -> None:
-        if self._holder is not None and self._read_holder() == self._holder:
+        is_forked = self._holder is not None and self._holder["process"] != os.getpid()
+        if self._holder is not None and not is_forked and self._read_holder() == self._holder:
             for name in (_HOLDER, _LOCK):
                 with contextlib.suppress(OSError):
                     (self.path / name).unlink()
-        if self._lock is not None:
+        if self._lock is not None and not is_forked:  # the lock is that of the parent
             self._lock.release()
         self._lock = self._holder = None
-        self._is_claimed = False
+        self._is_claimed = self._saves = False
 
     def move_aside(self, others: Sequence[Path] = ()) -> None:
         """Move checkpoints that this run does not continue, and ``others``, to ``_earlier_runs``.
 
         These are checkpoints of other runs and of steps after :attr:`step`: resuming would take them for this
-        run's, and saving would replace or rotate them. Does nothing without the lock.
+        run's, and saving would replace or rotate them. Does nothing in a run that saves nothing.
         """
-        if self._is_claimed:
+        if self._is_claimed and self._saves:
             self.on_savers(lambda: self._move_aside(others))
 
     def _move_aside(self, others: Sequence[Path]) -> None:
@@ -273,14 +282,19 @@ class RunDirectory:
                 self.is_staging = False
 
     def publish(self, staged: Path, final: Path) -> None:
-        """Write the manifest and rename a complete checkpoint atomically, replacing one of the same name."""
+        """Write the manifest and rename a complete checkpoint, replacing one of the same name.
+
+        Both are exchanged at once where the file system can; elsewhere a run that is killed between two
+        renames leaves a complete one in :attr:`staging`, from which the next run takes it.
+        """
         write_manifest(staged, self.run_id)
         for path in [*staged.rglob("*"), staged]:
             flush(path)
         final.parent.mkdir(parents=True, exist_ok=True)
-        if final.exists():
-            os.replace(final, staged.with_name(f"{final.name}.old"))
-        os.replace(staged, final)
+        if not (final.exists() and _exchange(staged, final)):
+            if final.exists():
+                os.replace(final, staged.with_name(f"{final.name}.old"))
+            os.replace(staged, final)
         flush(final.parent)
         self.clear_staging()
 
@@ -289,8 +303,9 @@ class RunDirectory:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def rotate(self, newest: Path, best: str | None) -> None:
-        """Delete the oldest checkpoints until ``save_total_limit`` are left, incomplete ones first.
+        """Delete the oldest checkpoints until ``save_total_limit`` are left.
 
+        Incomplete ones are first, then those of other runs or of later steps, then those of the lowest steps.
         A checkpoint is renamed before its files are deleted, so that ``checkpoint-N`` is never incomplete.
 
         Args:
@@ -300,9 +315,13 @@ class RunDirectory:
         if limit is None or limit <= 0:
             return
         protected = {newest.resolve()} | ({Path(best).resolve()} if best else set())
-        paths = sorted(
-            checkpoints(newest.parent).values(), key=lambda path: (is_complete(path), path.stat().st_mtime)
-        )
+        own, newest_step = (None, self.run_id), int(newest.name.rpartition("-")[2])
+
+        def order(item: tuple[int, Path]) -> tuple[bool, bool, int]:
+            step, path = item
+            return is_complete(path), step <= newest_step and saved_run_id(path) in own, step
+
+        paths = [path for _, path in sorted(checkpoints(newest.parent).items(), key=order)]
         surplus = len(paths) - max(limit, len(protected))
         for path in [path for path in paths if path.resolve() not in protected][: max(surplus, 0)]:
             self.staging.mkdir(exist_ok=True)
@@ -346,6 +365,16 @@ def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
         f"and {free / 2**20:,.1f} MB are free there; make space, or choose another output_dir. The files "
         "that were written are removed",
     )
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two directories atomically; returns False, with both unchanged, where that is not possible."""
+    try:
+        rename = ctypes.CDLL(None).renameat2  # of Linux
+    except (OSError, AttributeError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
 def flush(path: Path) -> None:

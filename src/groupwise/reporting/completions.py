@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import re
-import sys
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi
-from tqdm.auto import tqdm
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import log_boundary
 from groupwise.random_state import preserved_state
 from groupwise.reporting.dashboards import log_completions
 from groupwise.reporting.table import (
@@ -29,6 +28,7 @@ from groupwise.reporting.table import (
     reward_columns,
     row_text,
 )
+from groupwise.reporting.terminal import print_rich
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 #: Printed rows where ``num_completions_to_print`` is None, and characters of a printed text.
 FEW, PRINTED = 4, 600
+#: Bidirectional marks, embeddings, overrides and isolates.
+_ORDER = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 _CALL = pa.struct({"name": pa.string(), "arguments": pa.string()})
 _BLOCK = pa.struct({"type": pa.string(), "text": pa.string()})
@@ -70,8 +72,7 @@ def report_completions(
         output_dir: parent of the folder of parquet files.
         mode: "train", or the prefix of an evaluation ("eval", "eval_math").
 
-    Raises:
-        OSError: the file cannot be written. Errors of dashboards and of the Hub are logged as warnings.
+    A part that fails, such as a file on a full disk, is a warning.
     """
     if not rows:
         return
@@ -84,7 +85,8 @@ def report_completions(
     with preserved_state():  # the first import of rich draws random numbers; training must not change
         count = FEW if args.num_completions_to_print is None else args.num_completions_to_print
         print_table(evenly_spaced(table, count), f"{kind}, step {step}")
-        write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
+        with log_boundary(logger, str(path)):
+            write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
         log_completions(rows, table, kind, step, args.report_to or [])
         if args.log_completions_hub_repo:
             push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
@@ -108,11 +110,8 @@ def evenly_spaced(table: Table, count: int) -> Table:
 
 def print_table(table: Table, title: str) -> None:
     """Print the table to stdout, above the progress bars. An empty table prints nothing."""
-    from rich.console import Console  # here: the caller restores the random state
-
     if table["step"]:
-        with tqdm.external_write_mode(file=sys.stdout):  # clears the progress bars for the block
-            Console().print(completions_grid(table, title))
+        print_rich(completions_grid(table, title))
 
 
 def completions_grid(table: Table, title: str) -> RichTable:
@@ -131,7 +130,7 @@ def completions_grid(table: Table, title: str) -> RichTable:
     for row in zip(*table.values(), strict=True):
         texts = {name: _cell_text(value) for name, value in zip(table, row, strict=True)}
         prompt, completion = (shortened(texts.pop(name, "")) for name in ("prompt", "completion"))
-        scores = "\n".join(f"{name} {text}" for name, text in texts.items() if text)
+        scores = "\n".join(f"{_cell_text(name)} {text}" for name, text in texts.items() if text)
         grid.add_row(Text(prompt), Text(completion), Text(scores))  # Text: brackets are not markup
     return grid
 
@@ -153,10 +152,10 @@ def _cell_text(value: Cell) -> str:
 
 
 def _printable(character: str) -> str:
-    """Escape control characters, which could move the cursor."""
+    """Escape control characters, which could move the cursor or show text in another order."""
     if character == "\t":
         return " "
-    if character != "\n" and unicodedata.category(character) == "Cc":
+    if character in _ORDER or (character != "\n" and unicodedata.category(character) in ("Cc", "Zl", "Zp")):
         return character.encode("unicode_escape").decode("ascii")
     return character
 

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.redact import redacted_json
+from groupwise.errors import log_boundary, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class MetricsFileCallback(TrainerCallback):
     A resumed run drops the lines after the step that it resumes from, which it logs again, and evaluations
     before training whose metrics the file has at their step already; a new run keeps
     the file of an earlier one as ``metrics-<time of its last line>.jsonl``; evaluations before training are
-    of the new one. Values that JSON does not have (NaN, infinities) are null. An error of the file system is
-    logged as a warning and the log is lost.
+    of the new one. Values that JSON does not have (NaN, infinities) are null. A log with a value named "step"
+    or "time" has it as "step_" or "time_". An error is logged as a warning and the log is lost.
     """
 
     def __init__(self) -> None:
@@ -42,23 +43,18 @@ class MetricsFileCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         path = Path(str(args.output_dir), METRICS_FILE)
-        if path.exists():
-            try:
-                start = None if self._has_trained else self._start
-                if state.global_step == 0:
-                    _set_earlier_aside(path, start)
-                else:
-                    _drop_lines_after(path, state.global_step, start)
-            except OSError as error:
-                logger.warning("%s of an earlier run stays as it is: %s", path, error)
+        with log_boundary(logger, f"{path} of an earlier run stays as it is: it"):
+            start = None if self._has_trained else self._start
+            if path.exists() and state.global_step == 0:
+                _set_earlier_aside(path, start)
+            elif path.exists():
+                _drop_lines_after(path, state.global_step, start)
         self._has_trained = True
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
-        settings = {"model": model, "world_size": args.world_size, "settings": args.to_dict()}
-        try:
+        with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
+            settings = {"model": model, "world_size": args.world_size, "settings": args.to_dict()}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(SETTINGS_FILE).write_text(redacted_json(settings) + "\n", encoding="utf-8")
-        except OSError as error:
-            logger.warning("the settings were not written to %s: %s", path.with_name(SETTINGS_FILE), error)
 
     def on_log(
         self,
@@ -70,18 +66,21 @@ class MetricsFileCallback(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        record = {"step": state.global_step, "time": round(time.time(), 3), **logs}
         path = Path(str(args.output_dir), METRICS_FILE)
-        try:
+        with log_boundary(logger, f"{path}: the metrics of step {state.global_step}"):
+            record: dict[str, Any] = {"step": state.global_step, "time": round(time.time(), 3)}
+            for name, value in logs.items():
+                while name in record:
+                    name += "_"
+                record[name] = _plain(value)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
+            with path.open("ab+") as file:
+                if file.tell():  # a line that a full disk or a kill has torn ends before this one
+                    file.seek(-1, os.SEEK_END)
+                    file.write(b"" if file.read() == b"\n" else b"\n")
                 if self._start is None:
                     self._start = file.tell()
-                file.write(json.dumps({name: _plain(value) for name, value in record.items()}) + "\n")
-        except OSError as error:
-            logger.warning(
-                "the metrics of step %d were not written to %s: %s", state.global_step, path, error
-            )
+                file.write(json.dumps(record).encode() + b"\n")
 
 
 def _plain(value: Any) -> Any:
@@ -91,18 +90,42 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the logs of a file, in order; a last line that a killed process left incomplete is dropped."""
-    return _records(path.read_bytes())
+    """Return the logs of a file, in order, without lines that are no log, with one warning.
+
+    A last line that a killed process left incomplete is dropped.
+    """
+    lines = _lines(path.read_bytes())
+    torn = [
+        str(number) for number, (line, record) in enumerate(lines, start=1) if record is None and line.strip()
+    ]
+    if torn:
+        warn_once(logger, "%s: no log in line %s, torn by a full disk or a kill", path, ", ".join(torn))
+    return [record for _, record in lines if record is not None]
 
 
-def _records(lines: bytes) -> list[dict[str, Any]]:
-    records = []
-    for line in lines.decode().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+def _lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Return every line with its log, None without one; a last line that is incomplete is left out."""
+    *whole, last = content.split(b"\n")
+    lines = [(line, _record(line)) for line in whole]
+    return lines if _record(last) is None else [*lines, (last, _record(last))]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def earlier_path(path: Path) -> Path:
+    """Return the path for files of an earlier run: with the time of their last change, and a free number."""
+    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    earlier, number = path.with_name(f"{path.stem}-{ended}{path.suffix}"), 1
+    while earlier.exists():  # of a run that ended within the same second
+        number += 1
+        earlier = path.with_name(f"{path.stem}-{ended}.{number}{path.suffix}")
+    return earlier
 
 
 def _set_earlier_aside(path: Path, start: int | None) -> None:
@@ -110,8 +133,7 @@ def _set_earlier_aside(path: Path, start: int | None) -> None:
     if start == 0:
         return
     own = b"" if start is None else path.read_bytes()[start:]
-    ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-    earlier = path.with_name(f"{path.stem}-{ended}{path.suffix}")
+    earlier = earlier_path(path)
     os.replace(path, earlier)
     if own:
         path.write_bytes(own)
@@ -119,17 +141,23 @@ def _set_earlier_aside(path: Path, start: int | None) -> None:
 
 
 def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
-    """Rewrite the file atomically without the logs of steps after ``step``.
+    """Rewrite the file atomically without the logs of steps after ``step``; lines that are no log stay.
 
     Args:
         start: beginning of the evaluations before training, which stay once; None: there are none.
     """
     content = path.read_bytes()
-    kept = [record for record in _records(content[:start]) if record["step"] <= step]
-    known = {(record["step"], *record) for record in kept}
-    own = [] if start is None else _records(content[start:])
-    kept += [record for record in own if (record["step"], *record) not in known]
-    kept.sort(key=lambda record: record["step"])
+    kept: list[tuple[int, bytes]] = []
+    known, last = set(), 0
+    for line, record in _lines(content[:start]):
+        last = last if record is None else record["step"]
+        if record is None or last <= step:
+            kept.append((min(last, step), line))
+            known.add((last, *(record or ())))
+    for line, record in [] if start is None else _lines(content[start:]):
+        if record is not None and (record["step"], *record) not in known:
+            kept.append((record["step"], line))
+    kept.sort(key=lambda entry: entry[0])
     partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    partial.write_bytes(b"".join(line + b"\n" for _, line in kept))
     os.replace(partial, path)

@@ -13,8 +13,6 @@ import logging
 import os
 import platform
 import re
-import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -31,11 +29,12 @@ from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
 from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, log_boundary
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.callback import GRPOCallback
+from groupwise.reporting.metrics_file import earlier_path
 from groupwise.reporting.table import plain_text
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class RolloutFiles(GRPOCallback):
     """Write every generation before the policy is trained on it, and every completed optimizer step.
 
     A resumed run deletes the files of the steps that it repeats; a new run renames the folder of an earlier
-    one. An error of the file system is logged as a warning, and the file is lost.
+    one. An error is logged as a warning, and the file is lost.
 
     Args:
         trainer: trainer of the run.
@@ -139,23 +138,24 @@ class RolloutFiles(GRPOCallback):
         rollouts: RolloutBatch,
         rewards: RewardBatch,
     ) -> None:
-        images, digests = self._store_images(rollouts.images)
-        record = Generation(
-            replace(
-                rollouts,
-                rows=[{} for _ in rollouts.rows],
-                prompts=[plain_text(prompt, keep_blocks=True) for prompt in rollouts.prompts],
-                texts=[""] * len(rollouts),
-                extra={},
-                metrics={},
-                images=images,
-            ),
-            replace(rewards, columns={}, metrics={}),
-            get_state()[2],
-        )
-        values = {**vars(record), "images": digests}
-        self._write("generation", state.global_step + 1, values, part=self._num_generations)
+        part, step = self._num_generations, state.global_step + 1
         self._num_generations += 1
+        with log_boundary(logger, f"generation {part} of step {step} in {self.folder}"):
+            images, digests = self._store_images(rollouts.images)
+            record = Generation(
+                replace(
+                    rollouts,
+                    rows=[{} for _ in rollouts.rows],
+                    prompts=[plain_text(prompt, keep_blocks=True) for prompt in rollouts.prompts],
+                    texts=[""] * len(rollouts),
+                    extra={},
+                    metrics={},
+                    images=images,
+                ),
+                replace(rewards, columns={}, metrics={}),
+                get_state()[2],
+            )
+            self._write("generation", step, {**vars(record), "images": digests}, part)
 
     def on_window_begin(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, window: Sequence[MicroBatch]
@@ -180,20 +180,15 @@ class RolloutFiles(GRPOCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            try:
+            with log_boundary(logger, str(self.folder / HEADER)):
                 self._clear(state.global_step)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 _replace(self.folder / HEADER, redacted_json(header(self.trainer)).encode())
-            except OSError as error:
-                logger.warning("rollouts are not saved: %s", error)
         self.trainer.accelerator.wait_for_everyone()
 
     def _clear(self, step: int) -> None:
         if step == 0 and self.folder.exists():
-            ended = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.folder.stat().st_mtime))
-            aside = self.folder.with_name(f"{FOLDER}-{ended}")
-            shutil.rmtree(aside, ignore_errors=True)  # of a run that began within the same second
-            os.replace(self.folder, aside)
+            os.replace(self.folder, earlier_path(self.folder))
         for path in self.folder.glob("*.pt.gz"):
             found = _FILE.fullmatch(path.name)
             if found and int(found[2]) > step:
@@ -238,20 +233,18 @@ class RolloutFiles(GRPOCallback):
             corrects_for_sampler=settings.correction_mode is not None,
         )
         values = {**vars(record), "computed": [vars(rows) for rows in record.computed]}
-        self._write("step", state.global_step, values)
+        with log_boundary(logger, f"step {state.global_step} in {self.folder}"):
+            self._write("step", state.global_step, values)
         self._begin_step()
 
     # Files.
 
     def _write(self, kind: str, step: int, values: dict[str, Any], part: int | None = None) -> None:
-        path = self.folder / file_name(kind, step, self.trainer.args.process_index, part)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            content = io.BytesIO()
-            torch.save(host_copy(values, kind), content)
-            _replace(path, gzip.compress(content.getvalue(), 1))
-        except OSError as error:
-            logger.warning("%s was not written: %s", path, error)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        torch.save(host_copy(values, kind), content)
+        name = file_name(kind, step, self.trainer.args.process_index, part)
+        _replace(self.folder / name, gzip.compress(content.getvalue(), 1))
 
     def _store_images(
         self, images: Sequence[ImageInputs] | None
@@ -282,8 +275,11 @@ def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:

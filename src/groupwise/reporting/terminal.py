@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import shutil
 import sys
@@ -18,7 +20,10 @@ from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 
+from groupwise.errors import log_boundary
 from groupwise.random_state import preserved_state
+
+logger = logging.getLogger(__name__)
 
 Logs = Mapping[str, float]
 #: Returns the running phase of a step ("generate", "sync", …) and its seconds so far; None between phases.
@@ -204,6 +209,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
+def print_rich(renderable: Any, **options: Any) -> None:
+    """Print a log with rich on standard output, above the progress bars, coloured only in a terminal.
+
+    No console ends the run: characters that its encoding lacks are escaped, and an error, such as that of a
+    closed pipe, at which rich would end the process, is a warning.
+
+    Args:
+        options: of ``rich.console.Console``.
+    """
+    with log_boundary(logger, "the log on standard output"):
+        from rich.console import Console
+
+        encoding, is_terminal = getattr(sys.stdout, "encoding", None) or "utf-8", sys.stdout.isatty() or None
+        text = io.TextIOWrapper(io.BytesIO(), encoding, "backslashreplace", newline="", write_through=True)
+        plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+        Console(file=text, force_terminal=is_terminal, **plain, **options).print(renderable)
+        with tqdm.external_write_mode(file=sys.stdout):
+            sys.stdout.write(text.buffer.getvalue().decode(encoding))  # type: ignore[attr-defined]
+            sys.stdout.flush()
+
+
 class _LogLines(TrainerCallback):
     """Print every log as a line: on stdout, above the progress bars, coloured only in a terminal."""
 
@@ -221,8 +247,11 @@ class _LogLines(TrainerCallback):
     def on_log(
         self, args: Args, state: State, control: Control, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
+        if state.is_world_process_zero and logs:
+            with log_boundary(logger, "the log on standard output"):
+                self._print(logs, state)
+
+    def _print(self, logs: dict[str, float], state: State) -> None:
         file, parts = sys.stdout, []
         if "reward" in logs:
             width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
@@ -234,13 +263,11 @@ class _LogLines(TrainerCallback):
         if "reward" not in logs or "train_runtime" in logs:  # the last log may have both
             parts.append((summary_line(logs, state.global_step, self.extra), "bold"))
         with preserved_state():  # the first import of rich draws random numbers
-            from rich.console import Console
             from rich.text import Text
 
             line = Text.assemble(*parts)
             line.rstrip()
-            with tqdm.external_write_mode(file=file):
-                Console(file=file, soft_wrap=True).print(line)
+            print_rich(line, soft_wrap=True)
 
     def _to_go(self, state: State) -> float | None:
         """Return the seconds that the remaining steps take at the mean speed so far."""

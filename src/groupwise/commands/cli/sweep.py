@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from groupwise.commands.sweeps.commands import send_command
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, log_boundary
 
 if TYPE_CHECKING:
     from groupwise.commands.sweeps.scheduler import Sweep
@@ -85,10 +85,8 @@ def _train(arguments: Sequence[str]) -> int:
     runs = sweep.run(resume_from_checkpoint=resume)
     for run in runs.values():
         if run.status == "finished" and run.trainer is not None:
-            try:
+            with log_boundary(logger, f"the model card of run {run.name!r}"):
                 run.trainer.create_model_card(dataset_name=dataset)
-            except Exception as error:  # such as a full disk: the run is trained and saved
-                logger.error("run %r has no model card: %s: %s", run.name, type(error).__name__, error)
     logged = [name for name in runs if (sweep.directory / name / METRICS_FILE).exists()]
     paths = [os.path.relpath(sweep.directory / name) for name in (*logged, "report.html")]
     print("\n" + shlex.join(["groupwise", "report", *paths[:-1], "--output", paths[-1]]))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +45,7 @@ from groupwise.policy.introspection import check_model, has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
 from groupwise.registry import Registry
+from groupwise.reporting.terminal import print_rich
 from groupwise.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -134,11 +134,7 @@ class SweepRun:
         return result
 
     def save_step(self) -> None:
-        """Write a checkpoint of the last optimizer step, in the thread that waits to begin the next one.
-
-        Raises:
-            Exception: it cannot be written; the thread still waits.
-        """
+        """Write a checkpoint of the last optimizer step, in the thread that waits, or raise its error."""
         assert self.thread is not None and self.trainer is not None
         error = self.thread.advance(self.trainer.save_last_completed_step) or self.thread.error
         if error is not None:
@@ -294,21 +290,10 @@ class Sweep:
             if checkpoints(Path(str(run.args.output_dir))):
                 run.resume_from = True
         for name, clone in list(self._saved_clones.items()):
-            if name in self.runs:  # the settings of the sweep have it now
-                continue
-            if clone.source in self.runs:
-                self._add_clone(
-                    self.runs[clone.source], name, clone.changes, partial(self._find_start, name, clone)
-                )
-            else:
+            if clone.source not in self.runs:
                 logger.error("clone %r does not continue: its source %r is no run", name, clone.source)
-
-    def _find_start(self, name: str, clone: SavedClone) -> str | bool | None:
-        if checkpoints(self.directory / name):
-            return True
-        if clone.checkpoint is not None and not Path(clone.checkpoint).is_dir():
-            raise ConfigError(f"it has no checkpoint, and that of its source, {clone.checkpoint!r}, is gone")
-        return clone.checkpoint
+            elif name not in self.runs:  # else the settings of the sweep have it now
+                self._add_clone(self.runs[clone.source], name, clone.changes, clone)
 
     @contextmanager
     def _boundary(self, run: SweepRun) -> Iterator[None]:
@@ -361,7 +346,7 @@ class Sweep:
                 run.request, run.answer = None, answer
         self._prune()
         self._rounds += 1
-        print(self.table_line(), flush=True)
+        print_rich(self.table_line(), soft_wrap=True)
 
     def _advance(self, run: SweepRun) -> None:
         """Give a turn to a run, until it asks for completions, begins an optimizer step or ends."""
@@ -383,41 +368,35 @@ class Sweep:
     def _start_clones(self, run: SweepRun) -> None:
         """Start the requested copies of a run that is at the beginning of an optimizer step."""
         requested, run.clones = run.clones, []
-
-        def save() -> str | None:
-            step = run.state.global_step
-            if not step:
-                return None  # it starts as the run did
-            run.save_step()
-            return str(checkpoints(Path(str(run.args.output_dir)))[step])
-
         for name, changes in requested:
-            self._add_clone(run, name, changes, save)
+            self._add_clone(run, name, changes)
 
     def _add_clone(
-        self,
-        run: SweepRun,
-        name: str,
-        changes: Mapping[str, Any],
-        find_start: Callable[[], str | bool | None],
+        self, run: SweepRun, name: str, changes: Mapping[str, Any], saved: SavedClone | None = None
     ) -> None:
         """Build a copy of a run with changes; a failed run if that is not possible.
 
         Args:
-            find_start: returns a checkpoint of ``run``, True for the newest one of the copy, None for the
-                beginning.
+            saved: of an earlier process: it goes on from its newest checkpoint, or begins where it began.
         """
         clone = self.runs[name] = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
         with self._boundary(clone):
-            clone.args = self._clone_settings(run, name, changes)
-            clone.resume_from = start = find_start()
-            if isinstance(start, str) and clone.args.learning_rate != run.args.learning_rate:
+            clone.args, step = self._clone_settings(run, name, changes), run.state.global_step
+            start: str | None = saved.checkpoint if saved else None
+            if saved is None and step:
+                run.save_step()
+                start = str(checkpoints(Path(str(run.args.output_dir)))[step])
+            clone.resume_from = start
+            if saved is not None and checkpoints(self.directory / name):
+                clone.resume_from = True
+            elif start is not None and not Path(start).is_dir():
+                raise ConfigError(f"it has no checkpoint, and that of its source, {start!r}, is gone")
+            elif start is not None and clone.args.learning_rate != run.args.learning_rate:
                 clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
             self._build(clone)
             cast(GRPOTrainer, clone.trainer).applied_on_resume = {"learning_rate"}
-            if not isinstance(start, bool):
-                self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
-                write_clones(self.directory, self._saved_clones)
+            self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
+            write_clones(self.directory, self._saved_clones)
 
     def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
         """Return the settings of a run with changes; call it in the thread of the scheduler."""

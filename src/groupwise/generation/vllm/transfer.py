@@ -12,8 +12,10 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import pickle
 import shutil
+import socket
 import tempfile
 import uuid
 import weakref
@@ -333,24 +335,36 @@ class AdapterTransfer:
 def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
     """Make a directory in memory that processes of a machine share, else among temporary files.
 
-    Its lock ends with the process. Directories without a lock are removed: their process has ended. Those of
-    other users are skipped.
+    Its lock ends with the process; the file of the lock names process and boot of the machine. Directories
+    without a lock, whose process has ended, are removed if they are of this user and boot.
 
     Returns:
         the directory, and a function that removes it. That is called at the latest when ``owner`` or the
-        process ends, because shared memory would stay occupied.
+        process ends, because shared memory would stay occupied. It does nothing in a forked process.
     """
     import fcntl
 
     parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    boot_id = Path("/proc/sys/kernel/random/boot_id")  # of Linux
+    boot = f"groupwise, boot {boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()}, "
+    process = os.getpid()
     for directory in parent.glob("groupwise-*"):
-        with suppress(OSError), open(directory / "lock") as lock:
+        with suppress(OSError, ValueError), open(directory / "lock", encoding="ascii") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
-            shutil.rmtree(directory, ignore_errors=True)
+            is_own = os.fstat(lock.fileno()).st_uid == os.geteuid()
+            if is_own and lock.read(200).startswith(boot):
+                shutil.rmtree(directory, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
     stack = ExitStack()
     lock = stack.enter_context(open(hidden / "lock", "w"))  # noqa: SIM115  open as long as the directory
     fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write(f"{boot}process {process}")
+    lock.flush()
     directory = hidden.rename(parent / hidden.name.removeprefix("."))
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
-    return directory, weakref.finalize(owner, stack.close)
+
+    def remove() -> None:
+        if os.getpid() == process:
+            stack.close()
+
+    return directory, weakref.finalize(owner, remove)
