@@ -58,7 +58,7 @@ def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
     model = policy()
     trained, other = AdamW(model.parameters(), 1e-2), AdamW(model.parameters(), 1e-2)
     for optimizer in (trained, None):
-        with pytest.raises(ConfigError, match="scheduler that was built with another optimizer"):
+        with pytest.raises(ConfigError, match="scheduler of optimizers belongs to an optimizer"):
             trainer(tmp_path, model=model, optimizers=(optimizer, LambdaLR(other, lambda step: 1.0)))
     trainer(tmp_path, model=model, optimizers=(trained, LambdaLR(trained, lambda step: 1.0))).train()
 

@@ -159,7 +159,7 @@ def check_optimizer(
         ConfigError: it holds no trained parameter, or the scheduler is that of another optimizer.
     """
     if unwrapped_optimizer(getattr(scheduler, "optimizer", optimizer)) is not unwrapped_optimizer(optimizer):
-        raise ConfigError("optimizers has a scheduler that was built with another optimizer; pass this one")
+        raise ConfigError("the scheduler of optimizers belongs to an optimizer that is not there; pass both")
     groups = getattr(optimizer, "param_groups", [])
     held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = [(name, id(parameter)) for name, parameter in parameters if parameter.requires_grad]
