@@ -12,6 +12,7 @@ from memory_table import memory_section
 from metric_tables import metric_tables
 from objective_tables import objective_tables
 from paper_index import papers_page
+from reading_list import reading_page
 from recipe_tables import adapter_table, recipe_table, transcript
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def pages() -> dict[Path, str]:
         DOCS / "lora.md": with_generated_part("lora.md", adapter_table() + "\n\n" + memory_section()),
         DOCS / "objectives.md": with_generated_part("objectives.md", objective_tables()),
         DOCS / "papers.md": papers_page(),
+        DOCS / "reading.md": reading_page(START, END),
         DOCS / "recipes.md": with_generated_part("recipes.md", recipe_table()),
     }
 
