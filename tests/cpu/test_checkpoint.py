@@ -20,7 +20,7 @@ from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear
 from groupwise.cpu import linear
 from groupwise.cpu.checkpoint import checkpoint_contexts
 from groupwise.cpu.linear import replace_linears
-from groupwise.hf.callbacks import MatmulOutputsCallback
+from groupwise.hf.callbacks import CheckpointingCallback
 
 pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
 
@@ -148,7 +148,7 @@ def test_a_run_keeps_products(tmp_path, products):
     kept = len(products)
     products.clear()
     other = wide_run(tmp_path / "other", gradient_checkpointing=True)
-    other.remove_callback(MatmulOutputsCallback)
+    other.remove_callback(CheckpointingCallback)
     other.train()
     assert len(products) - kept == 2 * 6
     for one, two in zip(run.model.parameters(), other.model.parameters(), strict=True):

@@ -172,6 +172,26 @@ def add_checkpoint_contexts(
             module._gradient_checkpointing_func = extended  # type: ignore[assignment]
 
 
+def checkpointed_layers(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Return the layers that recompute their activations, in order, and the checkpoint function of each.
+
+    Layers are those of the class of the last one: a vision tower, which comes first, is left out.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [
+        (module, module._gradient_checkpointing_func)  # type: ignore[arg-type]
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    return [(layer, function) for layer, function in layers if type(layer) is type(layers[-1][0])]
+
+
+def set_checkpoint_function(layer: nn.Module, function: Callable[..., Any]) -> None:
+    """Replace the function that runs ``layer`` under gradient checkpointing, ``function(forward, *args)``."""
+    layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
 def is_stateful(model: nn.Module) -> bool:
     """Return True if ``model`` keeps a recurrent state beside the key-value cache."""
     return bool(getattr(model, "_is_stateful", False))

@@ -164,6 +164,10 @@ class GRPOFields(TrainingArguments):
         on_resume=TRAINER_STATE)] = 10
     gradient_checkpointing: Annotated[bool, Setting(
         "Recompute activations in the backward pass to save memory.", card="if_changed")] = True
+    activation_memory_fraction: Annotated[float, Setting(
+        "Share of the memory that the first optimizer step leaves free. Gradient checkpointing keeps "
+        "activations in it instead of recomputing them. 0: recompute every layer.",
+        ge=0, le=1, example=1.5, no_effect_unless=when.on("gradient_checkpointing"))] = 0.5
     remove_unused_columns: Annotated[bool, Setting(
         "Drop dataset columns that the model does not take; reward functions do not receive them.")] = False
     report_to: Annotated[None | str | list, Setting(  # noqa: RUF036

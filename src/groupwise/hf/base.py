@@ -39,12 +39,13 @@ from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
-from groupwise.hf.callbacks import FlagAgreementCallback, MatmulOutputsCallback, SyncRefModelCallback
+from groupwise.hf.callbacks import CheckpointingCallback, FlagAgreementCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import Stateful, StepState
 from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import allow_unused_vision_tower
+from groupwise.policy.recomputation import make_recomputation
 from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
@@ -137,12 +138,14 @@ class BaseTrainer(Trainer):
         self._digests = checkpointing.ModelDigests()
         self.rng = RandomState()
         self.run_directory = RunDirectory(args)
+        self.recomputation = make_recomputation(args, self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
             training_step=super().training_step,
             num_tokens=self.num_tokens,
             split=self.split_micro_batch,
             window_state=self.window_state,
+            free_activations=lambda: self.recomputation is not None and self.recomputation.halve(),
         )
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
@@ -158,7 +161,7 @@ class BaseTrainer(Trainer):
             from groupwise.reporting.rollout_files import RolloutFiles
 
             self.add_callback(RolloutFiles(self))
-        self.add_callback(MatmulOutputsCallback())
+        self.add_callback(CheckpointingCallback(self.recomputation))
         if args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(self.reference, args, self.accelerator))
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import save_matmul_outputs
+from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.policy.reference import Reference
 
 #: Flags of ``TrainerControl`` that decide which collectives a rank calls next.
@@ -52,11 +53,26 @@ class FlagAgreementCallback(TrainerCallback):
     on_substep_end = on_epoch_end = on_log = on_evaluate = on_save = on_step_end
 
 
-class MatmulOutputsCallback(TrainerCallback):
-    """Call :func:`save_matmul_outputs` once ``Trainer.train`` has enabled gradient checkpointing."""
+class CheckpointingCallback(TrainerCallback):
+    """Choose what gradient checkpoints keep, once ``Trainer.train`` has enabled them.
+
+    Args:
+        recomputation: chooses layers that are not recomputed; None: all are.
+    """
+
+    def __init__(self, recomputation: SelectiveRecomputation | None) -> None:
+        self.recomputation = recomputation
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.gradient_checkpointing:
             save_matmul_outputs(kwargs["model"])
+            if self.recomputation is not None:
+                self.recomputation.install(kwargs["model"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.recomputation is not None:
+            self.recomputation.begin(args.device)

@@ -35,6 +35,7 @@ class OutOfMemorySplitter(Generic[Batch]):
         split: returns two micro-batches, or one if it cannot be split; with ``for_cache=True`` micro-batches
             that run faster one after the other, even if all fit at once.
         window_state: returns the components that a window changes besides gradients.
+        free_activations: lets later micro-batches keep fewer activations; False: they keep none.
 
     Attributes:
         max_tokens: micro-batches with more tokens are split; None until an out-of-memory error.
@@ -48,12 +49,14 @@ class OutOfMemorySplitter(Generic[Batch]):
         num_tokens: Callable[[Batch], int],
         split: Callable[..., list[Batch]],
         window_state: Callable[[], Sequence[Stateful]],
+        free_activations: Callable[[], bool] = lambda: False,
     ) -> None:
         self.accelerator = accelerator
         self._training_step = training_step
         self._num_tokens = num_tokens
         self._split = split
         self._window_state = window_state
+        self._free_activations = free_activations
         self.reset()
 
     def reset(self) -> None:
@@ -131,18 +134,28 @@ class OutOfMemorySplitter(Generic[Batch]):
         return [piece for half in halves for piece in self._split_to_limit(half)]
 
     def _lower_limit(self, failure: RuntimeError) -> None:
-        """Set ``max_tokens`` to half of the largest piece of the window."""
+        """Keep fewer activations; if none are kept, set ``max_tokens`` to half of the largest piece."""
         largest = max(
             (piece for batch in self._window for piece in self._pieces(batch)), key=self._num_tokens
         )
         size = self._num_tokens(largest)
+        can_repeat = self.accelerator.num_processes == 1 or not (
+            is_sharded(self.accelerator) or self._is_exchanging
+        )
+        if can_repeat and self._free_activations():
+            logger.warning(
+                "a micro-batch of %d tokens did not fit in memory; the accumulation window is repeated, and "
+                "more layers are recomputed for the rest of the run; the update stays the same",
+                size,
+            )
+            return
         if len(self._split(largest, for_cache=False)) == 1:
             raise BackendError(
                 f"one micro-batch of {size} tokens does not fit in memory and cannot be split; lower "
                 "max_completion_length or max_prompt_length, train an adapter (peft_config), or shard the "
                 f"model over devices. {failure}"
             ) from failure
-        if self.accelerator.num_processes > 1 and (is_sharded(self.accelerator) or self._is_exchanging):
+        if not can_repeat:
             raise BackendError(
                 f"rank {self.accelerator.process_index} ran out of memory at {size} tokens while it "
                 "exchanged data with other ranks, which cannot be repeated; lower "
