@@ -103,7 +103,9 @@ def test_the_estimate_is_linear_below_what_was_measured_and_quadratic_above():
     assert chosen.num_kept(50) == 16  # 80 / (10 · 50/100)
     assert chosen.num_kept(200) == 2  # 80 / (10 · 4)
     assert chosen.num_kept(1) == 30  # all
-    assert chosen.halve() and chosen.num_kept(100) == 4
+    chosen.room = 1e9  # far more than needed
+    assert [(chosen.halve(), chosen.num_kept(100)) for _ in range(3)] == [(True, 15), (True, 7), (True, 3)]
+    assert [(chosen.halve(), chosen.num_kept(100)) for _ in range(3)] == [(True, 1), (True, 0), (False, 0)]
 
 
 def test_a_larger_micro_batch_is_measured():

@@ -72,11 +72,10 @@ class SelectiveRecomputation:
         )
 
     def halve(self) -> bool:
-        """Halve the room after an out-of-memory error; return False if no layer was kept."""
-        if not self.num_kept(self._tokens):
-            return False
-        self.room /= 2
-        return True
+        """Keep half as many layers after an out-of-memory error; return False if none was kept."""
+        num_kept = self.num_kept(self._tokens)
+        self.room = num_kept // 2 * self._bytes  # of the largest micro-batch: a few repetitions reach 0
+        return num_kept > 0
 
     def num_kept(self, num_tokens: int) -> int:
         """Return the number of layers that keep activations in a micro-batch of ``num_tokens`` tokens."""
