@@ -20,6 +20,7 @@ CONTRACT = {
     "learning_rate": (float, 1e-6),
     "logging_steps": (float, 10),
     "gradient_checkpointing": (bool, True),
+    "activation_memory_fraction": (float, 0.5),
     "remove_unused_columns": (bool, False),
     "report_to": (list, None),
     "bf16": (bool, None),
