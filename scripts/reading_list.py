@@ -67,7 +67,6 @@ CHAPTERS = (
             "data/window.py",
             "data/budget.py",
             "data/rebalancing.py",
-            "core/partition.py",
         ),
     ),
     (

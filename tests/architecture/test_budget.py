@@ -20,13 +20,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "groupwise"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 #: Lines of all of ``src``, blank lines and docstrings included.
-LINES = 37_570
+LINES = 38_900
 
 #: Files and lines of the algorithm, as ``docs/reading.md`` lists them.
 READING_FILES, READING_LINES = 44, 8_200
 
 #: Files of the package that importing the trainer loads, and those in which a plain step calls a function.
-LOADED_FILES, STEP_FILES = 135, 68
+LOADED_FILES, STEP_FILES = 136, 68
 
 #: Share of comments: comments per 100 lines.
 COMMENTED = {

@@ -180,7 +180,7 @@ def checkpointed_layers(model: nn.Module) -> list[tuple[nn.Module, Callable[...,
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [
-        (module, module._gradient_checkpointing_func)  # type: ignore[arg-type]
+        (module, getattr(module, "_gradient_checkpointing_func"))  # noqa: B009
         for module in model.modules()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]

@@ -22,6 +22,7 @@ A row index counts all rows of the window in rank order.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -30,7 +31,6 @@ from typing import Any
 import torch
 
 from groupwise.core.metrics import Mean, Metrics, Scalar
-from groupwise.core.partition import balanced_parts
 from groupwise.data.budget import MicroBatchBudget
 from groupwise.policy.layouts.packed import Shape, shape_of
 from groupwise.records import MicroBatch, TokenBatch
@@ -381,3 +381,21 @@ def _without_weight(batch: MicroBatch) -> MicroBatch:
         name: torch.zeros_like(tensor) for name, tensor in batch.tensors().items() if name in _WEIGHTS
     }
     return replace(batch, **zeros)
+
+
+def balanced_parts(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Partition the indices of ``costs`` into lists of about equal total cost, the largest first.
+
+    The largest total is at most 4/3 of the optimum (Graham, 1969). Deterministic, so that every rank computes
+    the same partition.
+
+    Returns:
+        ``parts`` sorted lists of indices; some are empty if there are fewer costs than parts.
+    """
+    loads = [(0.0, part) for part in range(parts)]  # a heap: the part with the least work first
+    result: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):  # largest first, ties in order
+        load, part = heapq.heappop(loads)
+        result[part].append(index)  # to the least loaded part
+        heapq.heappush(loads, (load + costs[index], part))
+    return [sorted(part) for part in result]

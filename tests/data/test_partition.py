@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.core.partition import balanced_parts
+from groupwise.data.rebalancing import balanced_parts
 
 
 @given(st.lists(st.integers(0, 50), min_size=0, max_size=7), st.integers(1, 3))
