@@ -5,18 +5,34 @@ PYTHON3 ?= python3
 # Two test processes with one thread each use two cores better than one process with two.
 JOBS ?= 2
 
-.PHONY: quickstart test check lint docs mutation compat compat-vllm clean
+.PHONY: quickstart test update check lint docs mutation compat compat-vllm clean
 
 # With vLLM it runs in the environment of the tests, which has an engine.
 quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
 	$(PYTHON) examples/quickstart.py $(ARGS)
 
+# The rooms of the algorithm first: a broken equation ends the run within minutes.
+FIRST := tests/core tests/config tests/mixins tests/data tests/policy
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal
+
 test: lint
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+ifdef ARGS
+	$(PYTEST) $(ARGS)
+else
+	$(PYTEST) -x $(FIRST)
+	$(PYTEST) $(FIRST:%=--ignore %)
+endif
+
+# Rewrites what a test compares with the code: format, generated pages, public names.
+update: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(PYTHON) scripts/generate_docs.py
+	$(PYTHON) tests/architecture/test_public_surface.py
 
 # Lint, types, architecture, and the fast tests: in about a minute on two cores. Tests that start workers are left out.
 check: lint
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal tests/architecture/test_budget.py \
+	$(PYTEST) tests/architecture/test_budget.py \
 	tests/architecture/test_design.py tests/architecture/test_language.py tests/architecture/test_public_surface.py \
 	tests/core tests/config tests/mixins tests/data --ignore tests/config/test_changed_settings.py \
 	--ignore tests/data/test_streaming.py --ignore tests/data/test_prompt_source.py $(ARGS)
