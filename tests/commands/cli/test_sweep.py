@@ -117,7 +117,8 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert answers == [0, 2, 2, 2, 2, 2, 2, 0] and "high stops after optimizer step" in captured.out
     for message in (
-        *("only a stopped run can be resumed", "learning_rate=-1", "constnt is not a valid SchedulerType"),
+        "a run takes resume while stopping, stopped",
+        *("learning_rate=-1", "constnt is not a valid SchedulerType"),
         *("'name' is no setting", "'weight_decay' cannot be changed", "nearest valid:"),
     ):
         assert message in captured.err
