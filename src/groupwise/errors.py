@@ -9,10 +9,12 @@ import logging
 import reprlib
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ class TrainingError(GroupwiseError, RuntimeError):
 class AgentError(GroupwiseError, RuntimeError):
     """An environment or a tool failed with an error that the model cannot correct in its next turn."""
 
+
+#: Directories of this package, of other packages and of the standard library.
+_INSTALLED = (
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 
 #: Signals that ask a process to end, or to save and end.
 _INTERRUPTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -120,7 +128,14 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
             raise
         given = ", ".join(f"{key}={_SHORT.repr(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
-        raise error(f"{where} raised {type(cause).__name__}: {cause}") from cause
+        raise error(f"{where} raised {type(cause).__name__}: {cause}{_own_line(cause)}") from cause
+
+
+def _own_line(error: BaseException) -> str:
+    """Return the innermost line outside of this package and of installed ones, in brackets; or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, "<frozen"))]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
 @contextmanager

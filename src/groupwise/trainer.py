@@ -33,7 +33,7 @@ from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, trim_heap
 from groupwise.data.budget import MicroBatchBudget, micro_batch_budget
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.exchange import all_to_all_objects
@@ -44,7 +44,12 @@ from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_backend, make_backend, warn_of_truncation
 from groupwise.hf import checkpointing
-from groupwise.hf.arguments import check_arguments, check_methods, warn_of_rollout_settings
+from groupwise.hf.arguments import (
+    check_arguments,
+    check_methods,
+    rewards_read_rows,
+    warn_of_rollout_settings,
+)
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.step_state import Attribute, Stateful
 from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
@@ -74,6 +79,7 @@ from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.rewards.runtime.loading import (
     RewardLoader,
+    check_columns,
     check_rewards,
     load_reward_model,
     with_default_weights,
@@ -166,6 +172,8 @@ class GRPOTrainer(
             agents.reward_funcs,
             multi_turn=agents.is_multi_turn,
         )
+        if rollout_func is None and not agents.is_multi_turn and rewards_read_rows(self):
+            check_columns(reward_funcs, named_columns(train_dataset, eval_dataset))
         processing_class = load_processing_class(processing_class, model, args)
         make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
         as_rendered = None if rollout_func is not None else agents.as_rendered

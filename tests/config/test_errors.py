@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+
 import pytest
 
-from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError, boundary
+from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError, boundary, nearest_name
+from groupwise.rewards.runtime.calling import call_function
 
 
 @pytest.mark.parametrize(
@@ -22,18 +26,30 @@ def test_boundary_names_the_function_the_sample_and_the_cause():
         boundary(RewardError, "reward function 'exact'", row=3, prompt="2+2="),
     ):
         raise cause
-    assert (
-        str(caught.value) == "reward function 'exact' (given row=3, prompt='2+2=') raised KeyError: 'answer'"
+    message = (
+        "reward function 'exact' (given row=3, prompt='2+2=') raised KeyError: 'answer' (test_errors.py, "
     )
+    assert str(caught.value).startswith(message) and str(caught.value).endswith(": raise cause)")
     assert caught.value.__cause__ is cause
 
 
 def test_boundary_without_a_sample():
     with (
-        pytest.raises(BackendError, match=r"^engine raised RuntimeError: gone$"),
+        pytest.raises(BackendError, match=r"^engine raised RuntimeError: gone \(test_errors.py, line \d+: "),
         boundary(BackendError, "engine"),
     ):
         raise RuntimeError("gone")
+
+
+def test_boundary_names_the_callers_line_of_an_error_in_a_library_and_none_of_its_own():
+    with (
+        pytest.raises(ConfigError, match=r'\(test_errors.py, line \d+: json.loads\("\{"\)\)$'),
+        boundary(ConfigError, "f"),
+    ):
+        json.loads("{")
+    own = functools.partial(nearest_name, 3, ["a"])  # no line of a user between boundary and error
+    with pytest.raises(RewardError, match=r"no attribute 'lower'$"):
+        call_function(own, "f", {}, None)
 
 
 def test_long_samples_are_shortened():

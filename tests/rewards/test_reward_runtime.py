@@ -324,3 +324,88 @@ def test_a_function_that_timed_out_has_its_seconds_until_then(release):
 
     seconds_F = call(endless, good, timeout=0.1, on_error="none").seconds_F
     assert 0.1 <= seconds_F[0] < FOREVER
+
+
+ROWS = RolloutBatch(
+    rows=[{"answer": "1"}, {"answer": "2"}, {"answer": "x"}, {"answer": "x"}],
+    prompts=["a", "b", "c", "c"],
+    prompt_ids=[[1], [2], [3], [3]],
+    completions=[Completion([4])] * 4,
+    texts=["p", "q", "r", "s"],
+)
+CHATS = RolloutBatch(
+    rows=ROWS.rows,
+    prompts=[[{"role": "user", "content": text}] for text in ROWS.prompts],
+    prompt_ids=ROWS.prompt_ids,
+    completions=ROWS.completions,
+    texts=[[{"role": "assistant", "content": text}] for text in ROWS.texts],
+)
+
+
+def in_a_comprehension(completions, answer, **_):
+    return [float(text == "2" or int(given)) for text, given in zip(completions, answer, strict=True)]
+
+
+def in_a_helper(completions, answer, **_):
+    def score(text):
+        if text == "s":
+            raise ValueError("no score")
+        return 1.0
+
+    return [score(text) for text in completions]
+
+
+async def in_the_background(completions, **_):
+    for text in completions:
+        assert text != "q"
+    return [1.0] * len(completions)
+
+
+def of_all(completions, answer, **_):
+    return [len(completions) / (len(set(answer)) - 3)] * len(completions)
+
+
+def of_the_answer(answer, **_):
+    return [1.0 / (given != "x") for given in answer]
+
+
+def takes_messages(completions, **_):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def takes_texts(completions, **_):
+    return [float(len(completion.strip())) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "rollouts", "messages"),
+    [
+        (
+            in_a_comprehension,
+            ROWS,
+            [
+                "raised ValueError: invalid literal for int() with base 10: 'x' (test_reward_runtime.py, ",
+                ": return [float(text == ",
+                "; row 2; prompt: 'c'; completion: 'r'",
+            ],
+        ),
+        (in_a_helper, ROWS, [': raise ValueError("no score"))', "; row 3; prompt: 'c'; completion: 's'"]),
+        (in_the_background, ROWS, [': assert text != "q")', "; row 1; prompt: 'b'; completion: 'q'"]),
+        (takes_messages, ROWS, ["; a completion is a string, like its prompt; row 0; prompt: 'a'"]),
+        (takes_texts, CHATS, ["; a completion is a list of messages, like its prompt"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("timeout", [None, FOREVER], ids=["here", "thread"])
+def test_an_exception_names_the_line_and_the_row(function, rollouts, messages, timeout):
+    with pytest.raises(RewardError) as error:
+        call_rewards([function], [function.__name__], rollouts, timeout=timeout)
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_no_row_is_named_where_none_or_several_were_in_use():
+    for function in (of_all, of_the_answer):  # rows 2 and 3 have the answer "x" and other completions
+        with pytest.raises(RewardError) as error:
+            call_rewards([function], [function.__name__], ROWS)
+        assert "; row " not in str(error.value) and "(test_reward_runtime.py, line " in str(error.value)

@@ -412,3 +412,97 @@ def test_gradients_that_are_not_finite_end_training_before_they_reach_the_weight
         made.train()
     assert all(parameter.isfinite().all() for parameter in made.model.parameters())
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1"]
+
+
+@pytest.fixture
+def not_loaded(monkeypatch):
+    """The policy must not be loaded: what is tested is found before."""
+    monkeypatch.setattr("groupwise.trainer.prepare_policy", lambda *_: pytest.fail("the policy was loaded"))
+
+
+def by_solution(completions, solution, **_):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"train_dataset": prompts()},
+        {"train_dataset": [{"prompt": "w1", "row": i} for i in range(8)]},
+        {"train_dataset": prompts().add_column("solution", ["1"] * 8), "eval_dataset": {"hard": prompts()}},
+    ],
+    ids=["table", "list", "evaluation"],
+)
+def test_a_reward_that_requires_an_absent_column_is_refused(tmp_path, not_loaded, where):
+    dataset = r"eval_dataset\['hard'\]" if "eval_dataset" in where else "train_dataset"
+    message = (
+        f"'by_solution' requires 'solution', which is no column of {dataset}: 'prompt', 'row'; nearest: "
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, by_solution, **where)
+    message = "requires 'prompt', which is no column .*nearest: 'prompts'"
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, lambda prompt, **_: [1.0])
+
+
+def test_columns_that_are_not_in_the_dataset_may_come_from_elsewhere(tmp_path):
+    class AddsColumns(GRPOTrainer):
+        def generate_rollouts(self, request):
+            return super().generate_rollouts(request)
+
+    trainer(tmp_path, by_solution, kind=AddsColumns)
+    trainer(tmp_path, by_solution, rollout_func=lambda prompts, trainer: {})
+    trainer(tmp_path, by_solution, train_dataset=prompts().with_transform(lambda rows: rows))
+    trainer(tmp_path, lambda completions, solution=None, **_: [1.0] * len(completions))
+
+
+@pytest.mark.parametrize("kind", ["model", "reward"])
+def test_a_wrong_id_is_named_before_the_policy_is_loaded(tmp_path, not_loaded, kind):
+    given = {"model": "no/such-model"} if kind == "model" else {"rewards": "no/such-model"}
+    message = f"^{'reward ' * (kind == 'reward')}model 'no/such-model' raised OSError: "
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, **given)
+
+
+def with_bos(**changes):
+    """The tokenizer with a BOS token that it adds, as those of Llama and Gemma do."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = tokenizer()
+    made.add_special_tokens({"bos_token": "w0"})
+    bos = made.bos_token_id
+    made.backend_tokenizer.post_processor = TemplateProcessing(single="w0 $A", special_tokens=[("w0", bos)])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("w0 w1", "train_dataset, row 1: the prompt begins with 'w0', and the tokenizer adds another one"),
+        ('[{"role": "user", "content": "w1"}]', "row 1: the prompt is a string that looks like a list of"),
+        ("[{'content': 'w1', 'role': 'user'}]", "row 1: the prompt is a string that looks like a list of"),
+    ],
+    ids=["bos", "json", "repr"],
+)
+def test_a_text_that_was_meant_otherwise_is_said_once(tmp_path, caplog, prompt, message):
+    trainer(tmp_path, train_dataset=rows("w1", *[prompt] * 7), processing_class=with_bos())
+    said = [record.getMessage() for record in caplog.records if "row 1" in record.getMessage()]
+    assert len(said) == 1 and message in said[0]
+    assert not [record for record in caplog.records if "row 2" in record.getMessage()]
+
+
+def test_texts_that_only_look_so_are_not_mentioned(tmp_path, caplog):
+    """A BOS in the middle, one that the tokenizer does not add, and lists that are no messages."""
+    texts = rows("w1 w0", '["role", {"a": 1}] w1', "[{'name': 'role'}] w1", "role: user w1")
+    trainer(tmp_path, train_dataset=texts, processing_class=with_bos())
+    trainer(tmp_path, train_dataset=rows(*["w0 w1"] * 4))
+    assert "row" not in caplog.text
+
+
+def test_a_tokenizer_of_another_model_is_said(tmp_path, caplog):
+    trainer(tmp_path, model=policy(vocab_size=64))  # half of the embeddings are used
+    assert "another model" not in caplog.text
+    trainer(tmp_path, model=policy(vocab_size=65))
+    assert (
+        "the tokenizer has 32 tokens and the model embeds 65: it is probably of another model" in caplog.text
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -13,12 +14,17 @@ from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck, context_length, known_prompts
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import text_config
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
 from groupwise.tokenization.prompts import Prompt
-from groupwise.tokenization.text import ProcessingClass
+from groupwise.tokenization.text import ProcessingClass, text_tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: Least share of the embeddings that the model's own tokenizer uses; the others are padding.
+_LEAST_USED = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,13 @@ def prepare_data(
     """
     context = context_length(model, config)
     num_embeddings = getattr(text_config(model, config), "vocab_size", None)
+    if num_embeddings and (size := len(text_tokenizer(processing_class))) < _LEAST_USED * num_embeddings:
+        warn_once(
+            logger,
+            "the tokenizer has %d tokens and the model embeds %d: it is probably of another model; leave "
+            "processing_class out to load the model's own",
+            *(size, num_embeddings),
+        )
 
     def check(name: str) -> PromptCheck:
         return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
@@ -187,6 +200,17 @@ class CheckedRows(Dataset[Row]):
 def column_names(dataset: Any) -> list[str]:
     """Return the columns of a dataset; none if it does not name them."""
     return list(getattr(dataset, "column_names", None) or [])
+
+
+def named_columns(train_dataset: Any, eval_dataset: Any) -> dict[str, list[str]]:
+    """Return the columns of the datasets that have them before a row is read, by the name of the dataset."""
+    columns = {}
+    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+        if isinstance(dataset, (list, tuple)):
+            columns[name] = list({column: None for row in dataset if isinstance(row, dict) for column in row})
+        elif getattr(dataset, "format", {"type": None})["type"] != "custom":  # a transform may add some
+            columns[name] = column_names(dataset)
+    return {name: names for name, names in columns.items() if names}
 
 
 def has_image_columns(train_dataset: Any, eval_dataset: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +30,10 @@ from groupwise.tokenization.text import (
     tokens_without_embedding,
 )
 
+logger = logging.getLogger(__name__)
+
+#: Beginning of a list of messages that was written as a text.
+_JSON_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 #: Upper bound of the tokens that a chat template adds to a message.
 _MESSAGE_TOKENS = 64
 
@@ -64,6 +70,7 @@ class PromptCheck:
         self.config = config
         self.template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         self.as_rendered = as_rendered
+        self.problems: set[str] = set()  # of texts, each warned about once
         self.rendered_shapes: set[object] = set()  # of prompts that rendered without a problem
         self.num_embeddings = num_embeddings
         # The image tokens of a processor may have an embedding of their own.
@@ -126,6 +133,11 @@ class PromptCheck:
             given = prompt if is_processor(self.processing_class) else as_rendered(prompt)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+        if not is_conversational(prompt):
+            problem = text_problem(self.tokenizer, prompt, adds_bos=not is_processor(self.processing_class))
+            if problem and problem not in self.problems:
+                self.problems.add(problem)
+                logger.warning("%s: %s", where, problem)
         chat = given if is_conversational(given) else []
         for i, message in enumerate(chat):
             # Tool calls or thoughts may be in the place of the content.
@@ -221,6 +233,27 @@ class PromptCheck:
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
             )
+
+
+def text_problem(tokenizer: PreTrainedTokenizerBase, prompt: str, *, adds_bos: bool = True) -> str:
+    """Return what is probably wrong with a prompt that is a text, and the way out; empty for most texts.
+
+    Args:
+        adds_bos: the tokenizer is called with its special tokens.
+    """
+    if _JSON_CHAT.match(prompt):
+        return (
+            f"the prompt is a string that looks like a list of messages, {prompt!r:.80}: it is sampled as "
+            "text, without the chat template; convert the column, for example with json.loads"
+        )
+    bos = tokenizer.bos_token
+    starts_with_bos = adds_bos and bos and prompt.startswith(bos)
+    if starts_with_bos and tokenizer(prompt)["input_ids"][:2] == [tokenizer.bos_token_id] * 2:
+        return (
+            f"the prompt begins with {bos!r}, and the tokenizer adds another one; remove it from the column, "
+            "or make prompts lists of messages"
+        )
+    return ""
 
 
 def _shape(prompt: Prompt) -> object:

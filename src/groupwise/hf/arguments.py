@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 #: The oldest DeepSpeed whose updates were seen to be those of one process; the extra in pyproject.toml.
 _OLDEST_DEEPSPEED = "0.19"
 
+#: Methods with which a subclass can make columns, or rows, for the reward functions.
+_MAKES_COLUMNS = (
+    *("generate_rollouts", "compute_rewards", "get_train_dataloader", "_prepare_inputs", "_generate"),
+    *("_generate_and_score_completions", "_generate_single_turn", "_calculate_rewards"),
+)
+
 #: Prefixes of local paths; a hub id has none of them.
 _LOCAL = ("/", "./", "../", "~")
 
@@ -52,6 +58,11 @@ def check_methods(trainer: object, refused: Mapping[str, str], way_out: str) -> 
             f"{type(trainer).__name__} defines {', '.join(found)}, which this trainer never calls: override "
             f"the named methods instead, or rename your own helper. {way_out}; see docs/migrating.md"
         )
+
+
+def rewards_read_rows(trainer: object) -> bool:
+    """Return True if no method of a subclass may add columns to the rows that reward functions get."""
+    return not any(is_overridden(trainer, name) for name in _MAKES_COLUMNS)
 
 
 def is_overridden(trainer: object, name: str) -> bool:

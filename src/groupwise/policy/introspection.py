@@ -12,7 +12,7 @@ from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, boundary
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,12 +71,17 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def load_config(model: str, args: GRPOConfig) -> PretrainedConfig:
-    """Load the configuration of a Hub id or directory with the options of ``args.model_init_kwargs``."""
+    """Load the configuration of a Hub id or directory with the options of ``args.model_init_kwargs``.
+
+    Raises:
+        ConfigError: no such model, or no access.
+    """
     given = cast(dict[str, Any], args.model_init_kwargs or {})
     options = {"trust_remote_code": args.trust_remote_code, **given}
-    return AutoConfig.from_pretrained(
-        model, **{name: options[name] for name in _WHICH_CONFIG if name in options}
-    )
+    with boundary(ConfigError, f"model {model!r}"):
+        return AutoConfig.from_pretrained(
+            model, **{name: options[name] for name in _WHICH_CONFIG if name in options}
+        )
 
 
 def text_config(model: str | PreTrainedModel, args: GRPOConfig) -> PretrainedConfig:

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.transformers import image_text_model_class, name_or_path
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
 from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, load_config
@@ -160,9 +160,12 @@ def load_processing_class(
                 f"processing_class is missing, and the {type(model).__name__} has no name or path to load it "
                 "from; pass the tokenizer or processor as processing_class"
             )
-        processing_class = AutoProcessor.from_pretrained(
-            name, trust_remote_code=config.trust_remote_code, padding_side="left"
-        )
+        if isinstance(model, str):
+            load_config(model, config)  # its error is about the id, not about a file of the tokenizer
+        with boundary(ConfigError, f"the tokenizer of {name!r}"):
+            processing_class = AutoProcessor.from_pretrained(
+                name, trust_remote_code=config.trust_remote_code, padding_side="left"
+            )
     set_pad_token(text_tokenizer(processing_class), "the policy")
     return processing_class
 

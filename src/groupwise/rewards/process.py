@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, boundary
 from groupwise.rewards.runtime.models import ModelReward, model_title
 from groupwise.tokenization.prompts import Prompt, tokenize_prompt
 
@@ -61,7 +61,8 @@ def is_process_reward(function: object, trust_remote_code: bool = False) -> bool
     if isinstance(function, PreTrainedModel):
         return any(_is_token_classifier(kind.__name__) for kind in type(function).__mro__)
     if isinstance(function, str):
-        config = AutoConfig.from_pretrained(function, trust_remote_code=trust_remote_code)
+        with boundary(ConfigError, f"reward model {function!r}"):
+            config = AutoConfig.from_pretrained(function, trust_remote_code=trust_remote_code)
         classes = [*(config.architectures or ()), *getattr(config, "auto_map", {})]
         return any(_is_token_classifier(name) for name in classes)
     return isinstance(function, ProcessRewardModel)

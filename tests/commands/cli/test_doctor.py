@@ -136,6 +136,21 @@ def test_sizes_of_the_trial_are_positive(name, run_file, capsys):
     assert f"--{name} 0: allowed: 1 or more" in capsys.readouterr().err
 
 
+def test_a_reward_that_requires_an_absent_column_is_a_problem(run_file, capfd):
+    Path("by_solution.py").write_text("def reward(completions, solution, **_):\n    return [1.0]\n")
+    assert main(["doctor", "--no_model", "--config", run_file(rewards="by_solution:reward")]) == 1
+    assert "'reward' requires 'solution', which is no column of" in " ".join(capfd.readouterr().out.split())
+
+
+def test_texts_that_were_meant_as_messages_are_a_warning(run_file, capfd):
+    line = json.dumps({"prompt": json.dumps([{"role": "user", "content": "w1"}])})
+    Path("json.jsonl").write_text(f"{line}\n" * 8)
+    assert main(["doctor", "--no_model", "--config", run_file(dataset="json.jsonl")]) == 0
+    assert "warn prompts the prompt is a string that looks like a list" in " ".join(
+        capfd.readouterr().out.split()
+    )
+
+
 def test_settings_without_effect_are_a_warning(run_file, capfd):
     assert main(["doctor", "--no_model", "--config", run_file(entropy_target=0.3)]) == 0
     shown = " ".join(capfd.readouterr().out.split())

@@ -17,10 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from groupwise import ConfigError, GRPOConfig
 from groupwise.commands.cli import main
-from groupwise.commands.cli.run_file import RunArguments
-from groupwise.commands.cli.sources import check_model
 from groupwise.config.redact import masked, redact
 from groupwise.hf import checkpointing
+from groupwise.policy.introspection import load_config
 
 PLANTED = {
     "HF_TOKEN": "hf_planted0000000000000000environment",
@@ -147,5 +146,5 @@ def test_code_of_a_model_is_not_run_unless_asked_for(run_file, tmp_path, capfd, 
     assert main(["train", "--config", run_file(model=str(remote))]) == 2
     assert "trust_remote_code" in capfd.readouterr().err and not ran.exists()
     config = GRPOConfig("out", use_cpu=True, bf16=False, trust_remote_code=True)
-    check_model(RunArguments(model=str(remote)), config)
+    load_config(str(remote), config)
     assert ran.exists()

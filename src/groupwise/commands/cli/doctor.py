@@ -20,7 +20,6 @@ from groupwise.commands.cli.checks import batch_findings, length_findings, token
 from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
 from groupwise.commands.cli.run_file import RunArguments, read_run
 from groupwise.commands.cli.sources import (
-    check_model,
     iterative_arguments,
     load_datasets,
     trainer_arguments,
@@ -30,14 +29,15 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.dataset_checks import check_data, has_image_columns, prepare_data
-from groupwise.data.prompt_checks import context_length
+from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
+from groupwise.data.prompt_checks import context_length, text_problem
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
-from groupwise.policy.introspection import text_config
+from groupwise.policy.introspection import load_config, text_config
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.quantization import check_quantization
-from groupwise.rewards.runtime.loading import check_rewards
+from groupwise.rewards.runtime.loading import check_columns, check_rewards
+from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
 from groupwise.tokenization.text import end_tokens, text_tokenizer
 
@@ -86,7 +86,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         report.attempt(
             "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
         )
-    model_config = report.attempt("model", check_model, settings, config)
+    model_config = report.attempt("model", load_config, settings.model, config)
     if model_config is not None:
         report.attempt("model", check_quantization, settings.model, config, None, given["peft_config"])
         report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
@@ -99,6 +99,8 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
             rewards = given["reward_funcs"], None, config, agents.reward_funcs
             report.attempt("reward", check_rewards, *rewards, multi_turn=agents.is_multi_turn)
         datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report)
+        if datasets is not None and given["rollout_func"] is None and not agents.is_multi_turn:
+            report.attempt("reward", check_columns, given["reward_funcs"] or (), named_columns(*datasets))
         if datasets is not None and model_config is not None:
             found = report.attempt("prompts", _check_prompts, settings, config, agents, datasets, report)
             prompts = found or prompts
@@ -169,6 +171,9 @@ def _check_prompts(
     if len({is_conversational(row["prompt"]) for row in rows}) > 1:
         report.add([warn("prompts", "some prompts are strings, others are chat messages")])
     tokenizer = text_tokenizer(processor)  # images are not counted
+    texts = [row["prompt"] for row in rows if not is_conversational(row["prompt"])]
+    problems = {text_problem(tokenizer, text, adds_bos=not is_processor(processor)) for text in texts}
+    report.add(warn("prompts", problem) for problem in problems - {""})
     tokenizer.chat_template = tokenizer.chat_template or getattr(processor, "chat_template", None)
     kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
     try:

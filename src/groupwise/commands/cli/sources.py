@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 from groupwise import rewards
 from groupwise.commands.cli.run_file import RunArguments
 from groupwise.commands.iterative.iterative_config import IterativeConfig
-from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
-from groupwise.policy.introspection import load_config
 from groupwise.records import RewardFunction
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import PreTrainedConfig
 
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -166,13 +163,3 @@ def iterative_arguments(run: RunArguments) -> dict[str, Any]:
     with boundary(ConfigError, "iterative", arguments=given):
         iterative = IterativeConfig(**given)
     return {"iterative": iterative, "label_func": label_func and resolve_reward(label_func)}
-
-
-def check_model(run: RunArguments, config: GRPOConfig) -> PreTrainedConfig:
-    """Return the configuration of the model; call it before anything heavy is loaded.
-
-    Raises:
-        ConfigError: no such model, or no access.
-    """
-    with boundary(ConfigError, f"model {run.model!r}"):
-        return load_config(run.model, config)

@@ -100,8 +100,9 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
         ConfigError: the file has no runs, or a run has a setting that cannot be trained with.
     """
     from groupwise.commands.cli.run_file import as_config_error, read_run, read_yaml
-    from groupwise.commands.cli.sources import check_model, load_datasets, lora_config, resolve_reward
+    from groupwise.commands.cli.sources import load_datasets, lora_config, resolve_reward
     from groupwise.commands.sweeps.scheduler import Sweep
+    from groupwise.policy.introspection import load_config
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
@@ -131,7 +132,7 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
             f"resume_from_checkpoint={config.resume_from_checkpoint!r}: every run of a sweep continues from "
             "its own newest checkpoint; allowed: true, false"
         )
-    check_model(common, config)
+    load_config(common.model, config)
     train_dataset, eval_dataset = load_datasets(common)
     with as_config_error("setting up"):
         sweep = Sweep(

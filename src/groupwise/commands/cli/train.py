@@ -8,13 +8,13 @@ from typing import Any
 
 from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.commands.cli.sources import (
-    check_model,
     iterative_arguments,
     load_datasets,
     trainer_arguments,
 )
 from groupwise.commands.iterative.iterative import IterativeGRPO
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.policy.introspection import load_config
 from groupwise.trainer import GRPOTrainer
 
 
@@ -46,7 +46,7 @@ def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
 
 def _build(settings: RunArguments, config: GRPOConfig, build: Callable[..., Any]) -> Any:
     arguments = {name: load() for name, load in trainer_arguments(settings).items()}
-    check_model(settings, config)
+    load_config(settings.model, config)  # refuses a wrong id before the datasets are loaded
     train_dataset, eval_dataset = load_datasets(settings)
     with as_config_error("setting up"):
         return build(

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,6 +21,7 @@ from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch, copied
 from groupwise.rewards.process import ProcessRewardModel
 from groupwise.threads import EventLoop, await_call, is_async, start_thread
+from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ T = TypeVar("T")
 #: Largest magnitude of a reward: the squares of a batch of larger ones overflow in float32, their standard
 #: deviation is infinite, and every advantage is 0.
 MAX_REWARD = 1e16
+
+#: Errors of code that takes a text for messages, or messages for a text.
+_OF_TYPES = (TypeError, AttributeError)
 
 #: Dataset columns that are passed under another name.
 _RESERVED = ("prompt", "completion", "completion_ids")
@@ -126,6 +131,8 @@ def call_rewards(
     rewards_FB, failures = [], {}
     for i, (name, (output, _)) in enumerate(zip(names, outcomes, strict=True)):
         failed = isinstance(output, RewardError)
+        if failed:
+            output.args = (f"{output}{_failed_row(output.__cause__, rollouts)}",)
         rewards = output if failed else _error_or(checked_rewards, output, name, rollouts)
         if isinstance(rewards, RewardError):
             if on_error == "raise":
@@ -294,6 +301,26 @@ def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) 
 
 def _sample(row: int, rollouts: RolloutBatch) -> str:
     return f"; prompt: {rollouts.prompts[row]!r:.300}; completion: {rollouts.texts[row]!r:.300}"
+
+
+def _failed_row(error: BaseException | None, rollouts: RolloutBatch) -> str:
+    """Return the form of the completions after an error of types, and the row whose values were in use.
+
+    No row if the variables of the failed calls do not tell rows with different completions apart.
+    """
+    if error is None:  # a time limit
+        return ""
+    columns = reward_arguments(rollouts).values()
+    rows = set(range(len(rollouts)))
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, (str, list, dict)):  # equal numbers are no sign of a row
+                found = {row for row in rows if any(prompts_equal(column[row], value) for column in columns)}
+                rows = found or rows
+    form, row = "string" if isinstance(rollouts.texts[0], str) else "list of messages", min(rows)
+    hint = f"; a completion is a {form}, like its prompt" if isinstance(error, _OF_TYPES) else ""
+    is_known = len(rows) < len(rollouts) and all(rollouts.texts[i] == rollouts.texts[row] for i in rows)
+    return f"{hint}; row {row}{_sample(row, rollouts)}" if is_known else hint
 
 
 def _is_reward(value: object) -> bool:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.policy.introspection import check_model, unwrapped
 from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
@@ -32,6 +32,7 @@ from groupwise.rewards.texts import require
 
 #: A callable; a sequence-classification or token-classification model, or the id of one; a wrapped one.
 RewardFunc = Callable[..., Any] | PreTrainedModel | ProcessRewardModel | str
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 #: Entries of ``reward_funcs`` that are models.
 _MODELS = (str, PreTrainedModel, ProcessRewardModel)
 Tokenizer = PreTrainedTokenizerBase | None
@@ -66,7 +67,7 @@ def check_rewards(
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
     for function in functions:
         _check_function(function)
-        if multi_turn and is_process_reward(function, config.trust_remote_code):
+        if is_process_reward(function, config.trust_remote_code) and multi_turn:  # a wrong id raises here
             raise ConfigError(
                 f"process reward model {reward_name(function)!r} does not support tools and environments: "
                 "their results are part of the completion; return (index of the step's last token, reward) "
@@ -111,6 +112,13 @@ def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[obj
             )
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+
+
 def _check_function(function: RewardFunc) -> None:
     if isinstance(function, nn.Module) and isinstance(unwrapped(function), PreTrainedModel):
         check_model(function, f"reward {reward_name(function)!r}")
@@ -126,16 +134,36 @@ def _check_function(function: RewardFunc) -> None:
             require(module, reward_name(function))
         except ImportError as missing:
             raise ConfigError(str(missing)) from missing
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have no signature
-        return
+    parameters = _parameters(function)
     refused = [name for name in _ALWAYS if name not in parameters]
-    if refused and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if parameters and refused and not takes_others:
         raise ConfigError(
             f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
             "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
         )
+
+
+def check_columns(functions: Sequence[object], columns: Mapping[str, Sequence[str]]) -> None:
+    """Check that every dataset has the columns that reward functions require.
+
+    Args:
+        columns: by dataset, of those that name them.
+
+    Raises:
+        ConfigError: naming the function, its parameter, the dataset and its columns.
+    """
+    for function in functions:
+        parameters = {} if isinstance(function, _MODELS) else _parameters(function)
+        required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in _BY_NAME]
+        for dataset, names in columns.items():
+            known = {*_ALWAYS, *names, "row_ids", "completion_logprobs"} - {"prompt", "completion"}
+            for name in (name for name in required if name not in known):
+                raise ConfigError(
+                    f"reward function {reward_name(function)!r} requires {name!r}, which is no column of "
+                    f"{dataset}: {', '.join(map(repr, names))}; nearest: {nearest_name(name, known)!r}; "
+                    "rename the column or the parameter, or give the parameter a default"
+                )
 
 
 def with_default_weights(config: GRPOConfig, functions: Sequence[object]) -> torch.Tensor:
