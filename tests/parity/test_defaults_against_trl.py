@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from groupwise.commands.cli.sources import lora_config
 from groupwise.commands.cli.trl_keys import TRL_KEYS
 from groupwise.compat.trl import TRL_DEFAULTS, TRL_SPELLINGS, TRL_VERSION
 from groupwise.errors import warn_once
-from groupwise.hf.arguments import warn_of_defaults
+from groupwise.hf.arguments import check_arguments
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.parity
@@ -96,18 +97,26 @@ def test_the_configuration_of_trl_hooks_has_the_defaults_of_trl(tmp_path):
     assert (parsed.top_k, parsed.max_completion_length) == (7, 512)
 
 
-def test_a_run_names_the_defaults_that_it_leaves(tmp_path, caplog):
+def test_a_script_of_trl_names_the_defaults_that_it_leaves(tmp_path, caplog, monkeypatch):
     warn_once.cache_clear()
     common = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "use_cpu": True}
     for config in (
         trl_hooks.GRPOConfig(**common, beta=0.1),
         GRPOConfig(**common, max_completion_length=64),  # without a KL, its correction has no effect
+        GRPOConfig(**common, max_completion_length=256),  # given, though it is the default
         trl_hooks.GRPOConfig(**common, max_completion_length=256),
     ):
-        warn_of_defaults(config)
+        check_arguments("model", config)
     assert messages(caplog) == []
-    for _ in range(2):
-        warn_of_defaults(GRPOConfig(**common, beta=0.1))
+    with monkeypatch.context() as patch:  # a script that is not written for TRL
+        for name in ("trl", "groupwise.trl_hooks"):
+            patch.delitem(sys.modules, name)
+        check_arguments("model", GRPOConfig(**common, beta=0.1))
+    assert messages(caplog) == []
+    flags = ["--output_dir", str(tmp_path), "--beta", "0.1", "--bf16", "false", "--use_cpu"]
+    (parsed,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(flags)  # gives all fields
+    for config in (GRPOConfig(**common, beta=0.1), parsed):
+        check_arguments("model", config)
     (message,) = messages(caplog)
     assert message.startswith(
         "left at a default that differs from that of TRL 1.16.0: max_completion_length=256 (TRL: 512), "

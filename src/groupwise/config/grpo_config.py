@@ -44,9 +44,14 @@ class GRPOConfig(GRPOFields):
     ``num_generations_eval``, ``steps_per_generation`` and ``generation_batch_size`` again if they were
     open; a resolved ``bf16`` is kept.
 
+    Attributes:
+        given: names of the arguments; all fields for a parsed or replaced configuration.
+
     Raises:
         ConfigError: one line per violated constraint.
     """
+
+    given = frozenset[str]()  # not annotated: no field
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse unknown names, which the generated constructor would report without the nearest one."""
@@ -56,7 +61,9 @@ class GRPOConfig(GRPOFields):
                 name: reason_not_a_setting(name, in_file=False) for name in kwargs if name not in known
             }
             refuse_unknown({f"argument {name!r}": (name, reason) for name, reason in unknown.items()}, known)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.given = frozenset(kwargs)
+        return made
 
     def __post_init__(self) -> None:
         reopen_derived(self)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,9 @@ _MAKES_COLUMNS = (
     *("generate_rollouts", "compute_rewards", "get_train_dataloader", "_prepare_inputs", "_generate"),
     *("_generate_and_score_completions", "_generate_single_turn", "_calculate_rewards"),
 )
+
+#: Modules of which a script written for TRL imports one.
+_TRL = frozenset({"trl", "groupwise.trl_hooks"})
 
 #: Prefixes of local paths; a hub id has none of them.
 _LOCAL = ("/", "./", "../", "~")
@@ -95,7 +99,8 @@ def check_arguments(
         raise ConfigError(
             f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig"
         )
-    warn_of_defaults(args)
+    if not _TRL.isdisjoint(sys.modules):  # else a script that was not written for TRL
+        warn_of_defaults(args, args.given)
     if isinstance(model, str) and model.startswith(_LOCAL) and not Path(model).is_dir():
         raise ConfigError(f"model={model!r} is not a directory; give a checkpoint directory or a hub id")
     if args.should_save and args.output_dir is not None:
@@ -116,13 +121,18 @@ def check_arguments(
     return args
 
 
-def warn_of_defaults(args: GRPOConfig) -> None:
-    """Warn, once, about fields that are left at a default other than TRL's, as far as they have an effect."""
+def warn_of_defaults(args: GRPOConfig, given: Collection[str]) -> None:
+    """Warn, once, about fields that are left at a default other than TRL's, as far as they have an effect.
+
+    Args:
+        given: settings that were not left; all fields, as of a parsed configuration, count as none.
+    """
+    left = TRL_DEFAULTS.keys() - (() if given >= args.SETTINGS.keys() else given)
     found = []
-    for name, theirs in TRL_DEFAULTS.items():
+    for name in sorted(left):
         value, unless = getattr(args, name), args.SETTINGS[name].no_effect_unless
-        if value == default_of(args, name) != theirs and (unless is None or unless.holds(args)):
-            found.append(f"{name}={value!r} (TRL: {theirs!r})")
+        if value == default_of(args, name) != TRL_DEFAULTS[name] and (unless is None or unless.holds(args)):
+            found.append(f"{name}={value!r} (TRL: {TRL_DEFAULTS[name]!r})")
     if found:
         warn_once(
             logger,

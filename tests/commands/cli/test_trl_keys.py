@@ -215,3 +215,15 @@ def test_a_file_and_the_flags_of_trl_train_an_adapter(trl_file):
 def test_the_server_command_reads_the_model_of_trl(trl_file, tiny, capsys):
     assert main(["vllm-serve", "--config", trl_file(), "--dry_run"]) == 0
     assert str(tiny) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"max_completion_length": ...}, True), ({"max_completion_length": 256}, False)],
+)
+def test_a_run_of_trl_names_a_default_that_it_leaves(trl_file, caplog, changes, said):
+    from groupwise.errors import warn_once
+
+    warn_once.cache_clear()
+    read_run(["--config", trl_file(**changes)], "train")
+    assert ("max_completion_length=256 (TRL: 512)" in caplog.text) is said

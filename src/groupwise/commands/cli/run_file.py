@@ -22,6 +22,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.config.settings import refuse_unknown
 from groupwise.errors import ConfigError, GroupwiseError, boundary
+from groupwise.hf.arguments import warn_of_defaults
 
 
 def _opt(doc: str, default: Any = None) -> Any:
@@ -115,6 +116,7 @@ def read_run(
     if translated and os.environ.get("RANK", "0") == "0":
         lines = "\n  ".join(["groupwise: keys of trl grpo, and what they are here:", *translated])
         print(redact(lines), file=sys.stderr)
+        warn_of_defaults(config, {*settings, *names})
     return run, config
 
 
