@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting import completions
-from groupwise.reporting.completions import evenly_spaced, print_table, report_completions, write_parquet
+from groupwise.reporting.completions import best_and_worst, print_table, report_completions, write_parquet
 from groupwise.reporting.table import completion_rows, row_text
 
 
@@ -163,11 +163,16 @@ def test_unique_prompts_keep_the_first_row_of_each(tmp_path, make_args, make_row
     assert "one" in printed and "three" in printed and "two" not in printed and "four" not in printed
 
 
-@pytest.mark.parametrize(("count", "kept"), [(9, "abcde"), (5, "abcde"), (2, "ac"), (0, "")])
-def test_printed_rows_are_spread_over_the_interval(count, kept):
-    # two of five: rows 0 * 5 // 2 = 0 and 1 * 5 // 2 = 2
-    table = {"step": [0, 1, 2, 3, 4], "completion": list("abcde")}
-    assert evenly_spaced(table, count)["completion"] == list(kept)
+@pytest.mark.parametrize(
+    ("count", "kept"), [(0, ""), (1, "f"), (2, "fd"), (3, "fed"), (4, "fedc"), (9, "fedcba")]
+)
+def test_printed_rows_are_the_best_and_the_worst_of_a_group(count, kept, make_row):
+    """Advantages differ by 2 in the group of q, by 0.5 in that of p, whose rows follow."""
+    advantages = {"a": 0.0, "b": 0.25, "c": 0.5, "d": -1.0, "e": 0.0, "f": 1.0}
+    rows = [
+        make_row("p" if name in "abc" else "q", name, advantage=value) for name, value in advantages.items()
+    ]
+    assert [row["completion"] for row in best_and_worst(rows, count)] == list(kept)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):

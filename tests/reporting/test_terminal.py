@@ -68,12 +68,12 @@ def test_a_line_has_the_values_under_their_titles():
     }.items():
         end = re.search(rf"(?<!\S){re.escape(title)}(?!\S)", header).end()
         assert line[:end].split(" ")[-1] == value, title
-    assert "0.531 ±0.21" in line and "█" not in line and "▅" in line  # one value: in the middle
+    assert "0.531 ±0.21" in line and "█" not in line and "─" in line  # one value
 
 
 def test_missing_values_are_dashes():
     _, line = text(LogTable().lines({"reward": 1.0}, 1, None)).splitlines()
-    assert line.split() == ["1", "1.000", "▅", *["-"] * 9]
+    assert line.split() == ["1", "1.000", "─", *["-"] * 9]
 
 
 def test_the_header_is_repeated():
@@ -99,7 +99,7 @@ def test_the_sparkline_follows_the_last_rewards():
     assert re.search(r"▁\S*█", line).group() == sparkline(range(10, 30))
     assert len(sparkline(range(10, 30))) == 20
     assert sparkline([0, 1, float("nan"), 0.5], "ascii") == "_#+"
-    assert sparkline([2, 2]) == "▅▅" and sparkline([]) == ""
+    assert sparkline([2, 2]) == "──" and sparkline([2], "ascii") == "-" and sparkline([]) == ""
 
 
 def test_an_output_without_blocks_gets_ascii():
@@ -180,25 +180,40 @@ def test_the_running_phase_is_the_innermost():
     assert timer.running is None
 
 
-def test_callbacks_of_trainer_are_replaced_by_subclasses():
-    class WithCallbacks:
-        def __init__(self, *callbacks):
-            self.callbacks = list(callbacks)
-            self.is_world_process_zero = lambda: True
+def test_a_run_without_differences_of_rewards_is_warned_about_once(make_args, caplog):
+    """Twelve logs: the third in a row with zero std everywhere warns, the later ones do not."""
+    callback, state = LogLinesCallback(), TrainerState(max_steps=20, is_world_process_zero=True)
+    warned = []
+    for step, share in enumerate((1.0, 1.0, 0.5, *[1.0] * 9), start=1):
+        state.global_step = step
+        callback.on_log(make_args(), state, TrainerControl(), {**LOGS, "frac_reward_zero_std": share})
+        warned.append(len(caplog.records))
+    assert warned == [0, 0, 0, 0, 0, *[1] * 7] and "docs/troubleshooting.md" in caplog.text
 
-        def pop_callback(self, kind):
-            found = next((one for one in self.callbacks if isinstance(one, kind)), None)
-            if found is not None:
-                self.callbacks.remove(found)
-            return found
 
-        def add_callback(self, callback):
-            self.callbacks.append(callback)
+class WithCallbacks:
+    def __init__(self, *callbacks):
+        self.callbacks = list(callbacks)
+        self.is_world_process_zero = lambda: True
 
-    for stock in (ProgressCallback, PrinterCallback):
+    def pop_callback(self, kind):
+        found = next((one for one in self.callbacks if isinstance(one, kind)), None)
+        if found is not None:
+            self.callbacks.remove(found)
+        return found
+
+    def add_callback(self, callback):
+        self.callbacks.append(callback)
+
+
+@pytest.mark.parametrize("stock", [ProgressCallback, PrinterCallback])
+def test_a_file_gets_no_bars(stock, monkeypatch):
+    for stderr, kind in ((Terminal(), stock), (io.StringIO(), PrinterCallback)):
+        monkeypatch.setattr(sys, "stderr", stderr)
         trainer = WithCallbacks(stock())
         show_log_lines(trainer, (), lambda: None)
-        assert len(trainer.callbacks) == 1 and isinstance(trainer.callbacks[0], stock)
+        assert len(trainer.callbacks) == 1 and isinstance(trainer.callbacks[0], kind)
+
     quiet = WithCallbacks()
     show_log_lines(quiet, (), lambda: None)
     assert quiet.callbacks == []

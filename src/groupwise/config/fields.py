@@ -483,7 +483,7 @@ class GRPOFields(TrainingArguments):
     log_completions: Annotated[bool, Setting(
         "Log prompts and completions as a table and a parquet file.", changes="step")] = False
     num_completions_to_print: Annotated[int | None, Setting(
-        "Rows of the printed table, evenly spaced over the log. None: 4.",
+        "Rows of the printed table, from the best to the worst of a group. None: 4.",
         ge=0, example=-1, no_effect_unless=on("log_completions"), changes="step")] = None
     log_unique_prompts: Annotated[bool, Setting(
         "Log one completion per prompt.", no_effect_unless=on("log_completions"), changes="step")] = False

@@ -149,6 +149,7 @@ class BaseTrainer(Trainer):
         )
         self._window_loss: torch.Tensor | None = None
         self._logged_step = 0  # metrics up to this step are logged
+        self._unreported: list[tuple[Any, ...]] = []  # completions of the next log
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
 
         def running() -> tuple[str, float] | None:  # in the thread of the progress bar, from now on
@@ -341,6 +342,12 @@ class BaseTrainer(Trainer):
                 metrics.pop("loss", None)  # train_loss is the mean over all steps
             logs.update(metrics)
         super().log(logs, start_time)
+        if self._unreported:
+            from groupwise.reporting.completions import report_completions
+
+            for given in self._unreported:  # below the line of the log
+                report_completions(*given)
+            self._unreported = []
 
     def evaluation_loop(
         self,
@@ -372,12 +379,11 @@ class BaseTrainer(Trainer):
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
     def drain_metrics(self, mode: str, label: str) -> dict[str, float]:
-        """Return the pending metrics of all ranks, and report their completions under ``label``."""
+        """Return the pending metrics of all ranks; their completions are reported with the next log."""
         values, rows = self.metrics[mode].drain(lambda part: gather_object([part]))
         if rows and self.is_world_process_zero():
-            from groupwise.reporting.completions import report_completions
-
-            report_completions(rows, self.state.global_step, self.args, str(self.args.output_dir), label)
+            given = rows, self.state.global_step, self.args, str(self.args.output_dir), label
+            self._unreported = [*self._unreported, given]
         return values
 
     def create_model_card(  # type: ignore[override]

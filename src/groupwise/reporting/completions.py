@@ -84,7 +84,7 @@ def report_completions(
     path = folder / f"completions_{step:05d}.parquet"
     with preserved_state():  # the first import of rich draws random numbers; training must not change
         count = FEW if args.num_completions_to_print is None else args.num_completions_to_print
-        print_table(evenly_spaced(table, count), f"{kind}, step {step}")
+        print_table(as_table(best_and_worst(rows, count)), f"{kind}, step {step}")
         with log_boundary(logger, str(path)):
             write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
         log_completions(rows, table, kind, step, args.report_to or [])
@@ -100,12 +100,19 @@ def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
     return list(first.values())
 
 
-def evenly_spaced(table: Table, count: int) -> Table:
-    """Return ``count`` evenly spaced rows, which cover several prompts and steps."""
-    total = len(table["step"])
-    if count >= total:
-        return table
-    return {name: [values[i * total // count] for i in range(count)] for name, values in table.items()}
+def best_and_worst(rows: Sequence[CompletionRow], count: int) -> list[CompletionRow]:
+    """Return ``count`` rows of the group whose advantages differ most, from the best to the worst.
+
+    Rows of the next group follow where one has too few.
+    """
+    groups: dict[tuple[Any, ...], list[CompletionRow]] = {}
+    for row in sorted(rows, key=lambda row: -row["advantage"]):
+        groups.setdefault((row["step"], row_text(row["prompt"]), *row["images"]), []).append(row)
+    chosen: list[CompletionRow] = []
+    for group in sorted(groups.values(), key=lambda group: group[-1]["advantage"] - group[0]["advantage"]):
+        left = min(count - len(chosen), len(group))
+        chosen += [group[i * (len(group) - 1) // max(left - 1, 1)] for i in range(left)]
+    return chosen
 
 
 def print_table(table: Table, title: str) -> None:

@@ -31,6 +31,8 @@ Phase = Callable[[], tuple[str, float] | None]
 
 #: Logs in a sparkline, and lines between two headers.
 TREND, LINES_PER_HEADER = 20, 30
+#: Logs without a difference of rewards in any group, in a row, after which a warning is due.
+WITHOUT_GRADIENT = 3
 #: Seconds that a phase runs before the progress bar names it.
 SLOW = 3.0
 #: Columns of a terminal whose width is unknown.
@@ -97,11 +99,12 @@ class LogTable:
 
     Args:
         extra: names of further metrics; "-" in logs without them.
+        rewards: of earlier logs.
     """
 
-    def __init__(self, extra: Sequence[str] = ()) -> None:
+    def __init__(self, extra: Sequence[str] = (), rewards: Sequence[float] = ()) -> None:
         self.extra = tuple(extra)
-        self.rewards: list[float] = []
+        self.rewards = list(rewards)
         self._printed = 0
         self._header = ""
 
@@ -157,18 +160,17 @@ def _encodable(text: str, encoding: str) -> str:
 
 
 def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
-    """Return one character per value, from the lowest to the highest of them; all equal: the middle."""
-    marks = "▁▂▃▄▅▆▇█"
+    """Return one character per value, from the lowest to the highest of them; all equal: a flat line."""
+    flat, marks = "─", "▁▂▃▄▅▆▇█"
     try:
-        marks.encode(encoding)
+        (flat + marks).encode(encoding)
     except (UnicodeEncodeError, LookupError):
-        marks = "_.-=+*%#"
+        flat, marks = "-", "_.-=+*%#"
     finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, high = min(finite), max(finite)
-    span = high - low
-    share = [(value - low) / span if span else 0.5 for value in finite]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if low == high:
+        return flat * len(finite)
+    share = [(value - low) / (high - low) for value in finite]
     return "".join(marks[min(int(part * len(marks)), len(marks) - 1)] for part in share)
 
 
@@ -237,6 +239,7 @@ class _LogLines(TrainerCallback):
         super().__init__()
         self.extra, self.phase = tuple(extra), phase
         self.table = LogTable(self.extra)
+        self.without_gradient = 0  # logs in a row
         self.began: tuple[float, int] | None = None  # clock and step at the beginning of training
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
@@ -249,17 +252,20 @@ class _LogLines(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero and logs:
             with log_boundary(logger, "the log on standard output"):
-                self._print(logs, state)
+                self._print(logs, state, log_completions=getattr(args, "log_completions", False))
 
-    def _print(self, logs: dict[str, float], state: State) -> None:
+    def _print(self, logs: Logs, state: State, *, log_completions: bool) -> None:
         file, parts = sys.stdout, []
         if "reward" in logs:
+            self._warn_of_no_gradient(logs)
             width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
             encoding = getattr(file, "encoding", None) or "utf-8"
             parts = self.table.lines(
                 logs, state.global_step, self._to_go(state), width=width, encoding=encoding
             )
             parts.append(("\n", ""))
+            if log_completions:
+                self.table = LogTable(self.extra, self.table.rewards)  # a table below separates the lines
         if "reward" not in logs or "train_runtime" in logs:  # the last log may have both
             parts.append((summary_line(logs, state.global_step, self.extra), "bold"))
         with preserved_state():  # the first import of rich draws random numbers
@@ -268,6 +274,16 @@ class _LogLines(TrainerCallback):
             line = Text.assemble(*parts)
             line.rstrip()
             print_rich(line, soft_wrap=True)
+
+    def _warn_of_no_gradient(self, logs: Logs) -> None:
+        """Warn once when the rewards of every group were equal in so many logs in a row."""
+        self.without_gradient = self.without_gradient + 1 if logs.get("frac_reward_zero_std") == 1 else 0
+        if self.without_gradient == WITHOUT_GRADIENT:
+            logger.warning(
+                "the rewards of every group were equal in the last %d logs (zero std 100%%): nothing is "
+                "trained; docs/troubleshooting.md has the causes and what to change",
+                WITHOUT_GRADIENT,
+            )
 
     def _to_go(self, state: State) -> float | None:
         """Return the seconds that the remaining steps take at the mean speed so far."""
@@ -332,9 +348,11 @@ def _show_phases(callback: weakref.ref[LogLinesProgressCallback]) -> None:
 def show_log_lines(trainer: Trainer, extra: Sequence[str], phase: Phase) -> None:
     """Replace the callback of ``Trainer`` that prints logs, if the trainer has one, by lines of a table.
 
-    The replacement is a subclass: ``trainer.remove_callback(ProgressCallback)`` removes it too.
+    In a terminal the replacement is a subclass: ``trainer.remove_callback(ProgressCallback)`` removes it too.
+    Without one there are no bars: in a file they would stand before the lines.
     """
     phase = phase if trainer.is_world_process_zero() else lambda: None
-    for stock, ours in ((ProgressCallback, LogLinesProgressCallback), (PrinterCallback, LogLinesCallback)):
+    with_bars = LogLinesProgressCallback if sys.stderr.isatty() else LogLinesCallback
+    for stock, ours in ((ProgressCallback, with_bars), (PrinterCallback, LogLinesCallback)):
         if trainer.pop_callback(stock) is not None:
             trainer.add_callback(ours(extra, phase))

@@ -6,6 +6,9 @@ Files: ``cli.py``, ``commands/cli/environment.py``, ``commands/cli/sources.py``,
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -284,3 +287,70 @@ def test_adapters_need_peft_alone(run_file, changes):
 def test_a_run_that_needs_an_extra_names_it(run_file, extra, changes):
     done = groupwise("train", "--config", run_file(**changes))
     assert done.returncode == 2 and f"pip install 'groupwise[{extra}]'" in done.stderr, done.stderr[-3000:]
+
+
+def test_env_loads_no_torch(capsys):
+    code = (
+        "import sys; from groupwise.commands.cli import main; print(main(['env'])); "
+        "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *facts, code, loaded = done.stdout.splitlines()
+    assert (code, loaded) == ("0", "[]")
+    names = {fact.partition(":")[0] for fact in facts}
+    assert {
+        "groupwise",
+        "torch",
+        "transformers",
+        "python",
+        "processor cores",
+        "memory",
+        "CUDA of torch",
+    } <= names
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["env"], ["no-command"]])
+def test_a_reader_that_ends_early_ends_a_command_without_a_traceback(arguments):
+    """The pipe of ``| head`` is closed before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys; from groupwise.commands.cli import main; sys.exit(main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == (2 if arguments == ["no-command"] else 0)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({}, "--model out"),
+        ({"save_strategy": "steps", "save_steps": 1}, "--resume_from_checkpoint true --max_steps 2"),
+        ({"lora": {"r": 2, "target_modules": ["q_proj"]}}, "--save_strategy steps --save_steps 1"),
+    ],
+    ids=["model", "checkpoint", "adapter"],
+)
+def test_a_run_ends_with_model_report_and_next_command(run_file, capsys, changes, more):
+    path = run_file(**changes)
+    assert main(["train", "--config", path]) == 0
+    *_, model, report, following = capsys.readouterr().out.splitlines()
+    assert (model, report) == ("model:  out", "report: groupwise report out")
+    assert following == f"next:   groupwise train --config {path} {more}"
+    for line in (report, following):
+        command = shlex.split(line.partition(":")[2])[1:]
+        extra = ["--output_dir", "again"] if "--model" in command else []
+        assert main([*command, *extra]) == 0
+
+
+def test_tables_of_completions_are_printed_below_the_line_of_their_log(run_file, capsys):
+    settings = {"log_completions": True, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    more = {"eval_dataset": "rows.jsonl", "num_completions_to_print": 2}
+    assert main(["train", "--config", run_file(**settings, **more)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = [
+        re.match(r" +(\d) +\d\.|(eval) at step (\d)| +(completions\S*), step (\d)|  (step)", line)
+        for line in lines
+    ]
+    order = ["".join(filter(None, match.groups())) for match in found if match]
+    of_step = lambda n: ["step", f"{n}", f"completions{n}", f"eval{n}", f"completions_eval{n}"]  # noqa: E731
+    assert order == [*of_step(1), *of_step(2)]

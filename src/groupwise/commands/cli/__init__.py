@@ -28,14 +28,24 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command; the end of a pipe that reads its output (``| head``) ends it without an error.
 
     Returns:
         Exit code: 0; 1 if ``doctor`` found a problem, a replay leaves its record or a run of a sweep failed;
         2 for invalid input, with the message on standard error and no traceback unless ``--traceback`` is
         given; 130 if interrupted.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # What is left in the buffer would be written, and fail, when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         print("usage: groupwise <command> [arguments]\n\ncommands:")
         for name, (_, summary) in COMMANDS.items():

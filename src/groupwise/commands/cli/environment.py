@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import runpy
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from groupwise import __version__
 from groupwise.config.redact import SECRET_VARIABLES
@@ -38,20 +43,26 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _machine() -> Iterator[tuple[str, str]]:
+    """Yield facts about the machine without torch, whose import takes seconds."""
     import psutil
-    import torch
-
-    from groupwise.config.grpo_config import computes_bf16_natively
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "python", platform.python_version()
     yield "platform", platform.platform()
-    yield "processor cores", f"{os.cpu_count()}, usable {usable}, torch threads {torch.get_num_threads()}"
+    yield "processor cores", f"{os.cpu_count()}, usable {usable}"
     yield "memory", f"{psutil.virtual_memory().total / 1e9:.1f} GB"
-    yield "CUDA of torch", str(torch.version.cuda)
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        version = f"sm_{device.major}{device.minor}"
-        yield f"GPU {index}", f"{device.name}, {device.total_memory / 1e9:.1f} GB, {version}"
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    yield "bfloat16", f"{'native' if computes_bf16_natively(kind) else 'not native'} on {kind}"
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        yield (
+            "CUDA of torch",
+            str(runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda")),
+        )
+    if program := shutil.which("nvidia-smi"):
+        query = [program, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        for index, line in enumerate(done.stdout.splitlines() if done.returncode == 0 else ()):
+            yield f"GPU {index}", line
+    with contextlib.suppress(OSError):  # Linux
+        flags = Path("/proc/cpuinfo").read_text().split()
+        found = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+        yield "bfloat16", ", ".join(found) or "not native"

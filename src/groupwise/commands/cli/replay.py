@@ -26,7 +26,6 @@ def run(arguments: Sequence[str]) -> int:
 
     if options.objective not in (None, "all"):
         OBJECTIVES[options.objective]  # an unknown name fails here, before the model is loaded
-    library = logging.getLogger("groupwise")
     with open_recording(options.run) as recording, ExitStack() as stack:
         if options.bundle is not None:
             if options.step is None:
@@ -36,8 +35,9 @@ def run(arguments: Sequence[str]) -> int:
                 f"{options.bundle}: step {options.step} in {size / 1000:.0f} kB, without weights and secrets"
             )
             return 0
-        stack.callback(library.setLevel, library.level)
-        library.setLevel(logging.ERROR)  # warnings are those of the recorded run
+        for library in map(logging.getLogger, ("groupwise", "transformers")):
+            stack.callback(library.setLevel, library.level)
+            library.setLevel(logging.ERROR)  # warnings are those of the recorded run
         if options.from_record:
             step = recording.last_step if options.step is None else options.step
             records = [recording.step(step, rank) for rank in range(recording.header["world_size"])]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
@@ -14,7 +17,9 @@ from groupwise.commands.cli.sources import (
 )
 from groupwise.commands.iterative.iterative import IterativeGRPO
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.policy.introspection import load_config
+from groupwise.config.redact import redact
+from groupwise.hf.run_directory import checkpoints
+from groupwise.policy.introspection import has_adapter, load_config
 from groupwise.trainer import GRPOTrainer
 
 
@@ -35,7 +40,22 @@ def run(arguments: Sequence[str]) -> int:
     elif not trainer.run_directory.has_result():
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
+    if trainer.is_world_process_zero():
+        print(redact("\n".join(_closing_lines(trainer, arguments))))
     return 0
+
+
+def _closing_lines(trainer: GRPOTrainer, arguments: Sequence[str]) -> Iterator[str]:
+    """Yield where the model is, the command of its report, and one that continues the training."""
+    directory, steps = os.path.relpath(str(trainer.args.output_dir)), trainer.state.global_step
+    yield f"model:  {directory}"
+    yield f"report: {shlex.join(['groupwise', 'report', directory])}"
+    more = ["--model", directory]
+    if checkpoints(Path(directory)):
+        more = ["--resume_from_checkpoint", "true", "--max_steps", str(2 * steps)]
+    elif has_adapter(trainer.model):
+        more = ["--save_strategy", "steps", "--save_steps", str(steps)]  # an adapter alone is no model
+    yield f"next:   {shlex.join(['groupwise', 'train', *arguments, *more])}"
 
 
 def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
