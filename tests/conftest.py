@@ -23,6 +23,7 @@ _PATHS = [str(ROOT / "tests"), str(ROOT / "examples"), os.environ.get("PYTHONPAT
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in _PATHS if path)
 
 import hypothesis  # noqa: E402
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 # No deadlines: on a busy machine any example may take long. The same examples on every machine.
@@ -40,6 +41,18 @@ def pytest_collection_finish() -> None:
     """Exempt the imports from garbage collection: every training run ends in a full one."""
     gc.collect()
     gc.freeze()
+
+
+#: Memory that a test with a vLLM engine needs beside its imports: two engines with a cache of 2 GB, in bytes.
+ENGINE_MEMORY = 6 * 10**9
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test of an engine where other programs hold the memory, before the engine fails for it."""
+    if "vllm" in item.keywords or "[vllm_" in item.name:
+        free = psutil.virtual_memory().available
+        if free < ENGINE_MEMORY:
+            pytest.skip(f"{free / 1e9:.1f} GB of memory are free, the test needs {ENGINE_MEMORY / 1e9:.0f}")
 
 
 @pytest.fixture(scope="session")

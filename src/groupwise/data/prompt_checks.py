@@ -133,7 +133,7 @@ class PromptCheck:
             given = prompt if is_processor(self.processing_class) else as_rendered(prompt)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        if not is_conversational(prompt):
+        if isinstance(prompt, str):
             problem = text_problem(self.tokenizer, prompt, adds_bos=not is_processor(self.processing_class))
             if problem and problem not in self.problems:
                 self.problems.add(problem)

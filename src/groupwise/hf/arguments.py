@@ -127,7 +127,7 @@ def warn_of_defaults(args: GRPOConfig, given: Collection[str]) -> None:
     Args:
         given: settings that were not left; all fields, as of a parsed configuration, count as none.
     """
-    left = TRL_DEFAULTS.keys() - (() if given >= args.SETTINGS.keys() else given)
+    left = TRL_DEFAULTS.keys() - (() if args.SETTINGS.keys() <= {*given} else given)
     found = []
     for name in sorted(left):
         value, unless = getattr(args, name), args.SETTINGS[name].no_effect_unless

@@ -352,5 +352,5 @@ def test_tables_of_completions_are_printed_below_the_line_of_their_log(run_file,
         for line in lines
     ]
     order = ["".join(filter(None, match.groups())) for match in found if match]
-    of_step = lambda n: ["step", f"{n}", f"completions{n}", f"eval{n}", f"completions_eval{n}"]  # noqa: E731
-    assert order == [*of_step(1), *of_step(2)]
+    steps = [("step", f"{n}", f"completions{n}", f"eval{n}", f"completions_eval{n}") for n in (1, 2)]
+    assert order == [*steps[0], *steps[1]]
