@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from groupwise import SamplingOptions, register_advantage
+from groupwise.compat.transformers import cache_argument
 from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, total_rewards, weighted_sum
 from groupwise.policy.introspection import evaluation_mode
 
@@ -136,10 +137,11 @@ def token_logprobs(
         ids_GT = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in group], batch_first=True)
         ids_GT = ids_GT.to(model.device)
         read = model(torch.tensor([prompt], device=model.device), use_cache=True)
-        cache = read.past_key_values
+        name = cache_argument(model)  # of the forward and its outputs
+        cache = read[name]
         cache.batch_repeat_interleave(len(group))
         first_G1V = read.logits[:, -1:].expand(len(group), -1, -1)
-        logits_GTV = torch.cat([first_G1V, model(ids_GT, past_key_values=cache).logits[:, :-1]], dim=1)
+        logits_GTV = torch.cat([first_G1V, model(ids_GT, **{name: cache}).logits[:, :-1]], dim=1)
         for logits_TV, one in zip(logits_GTV, group, strict=True):
             yield logits_TV[: len(one)].float().log_softmax(-1)
 

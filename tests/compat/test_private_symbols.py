@@ -274,7 +274,7 @@ def test_one_decoding_step():
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     ids = torch.tensor([[1, 2, 3], [0, 4, 5]])
     model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=loop)
-    assert seen["kwargs"]["past_key_values"].get_seq_length() == 3
+    assert seen["kwargs"][compat_transformers.cache_argument(model)].get_seq_length() == 3
     assert seen["kwargs"]["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
 
 

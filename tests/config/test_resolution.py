@@ -325,3 +325,22 @@ def test_errors_of_training_arguments_stay_theirs(build):
     with pytest.raises(ValueError, match="non-zero --logging_steps") as caught:
         build(logging_steps=0)
     assert not isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_checkpointing": False}, {"gradient_checkpointing": True}])
+def test_a_replaced_gradient_checkpointing_reaches_trainer_under_its_new_name(given):
+    """transformers 5.24 reads ``activation_checkpointing``, which a copy of the settings has as if given."""
+    config = GRPOConfig("out", report_to="none", **given)
+    new_name = "activation_checkpointing" if hasattr(config, "activation_checkpointing") else None
+    for value in (False, True):
+        config = dataclasses.replace(config, gradient_checkpointing=value)
+        assert config.gradient_checkpointing is value
+        assert getattr(config, new_name or "gradient_checkpointing") == value
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_no_setting_of_ours_has_a_name_that_transformers_gives_up():
+    GRPOConfig(
+        "out", report_to="none", gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )  # fmt: skip

@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
-from support.runs import trainer
-from transformers import Trainer
+from support.runs import count_reward, policy, prompts, tokenizer, trainer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Trainer
 
+from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import TrainingError
 from groupwise.hf.base import BaseTrainer
 
@@ -56,3 +57,54 @@ def test_a_gradient_norm_that_is_not_finite_ends_the_run(made, norm):
     assert made._get_grad_norm(model, torch.tensor(2.0)) == 2.0
     with pytest.raises(TrainingError, match=f"the gradient norm of step 1 is {norm}; training ends before"):
         made._get_grad_norm(model, torch.tensor(norm))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_checkpoints_have_the_model_s_own_use_cache(tmp_path, use_cache):
+    run = trainer(tmp_path, model=policy(use_cache=use_cache), max_steps=1)
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    assert AutoConfig.from_pretrained(tmp_path / "saved").use_cache is use_cache
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_checkpoints_have_the_padding_side_of_the_tokenizer(tmp_path, side):
+    words = tokenizer()
+    words.padding_side = side
+    words.save_pretrained(tmp_path / "model")
+    policy().save_pretrained(tmp_path / "model")
+    given = {"max_completion_length": 6, "per_device_train_batch_size": 4, "num_generations": 4}
+    config = GRPOConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **given)
+    run = GRPOTrainer(str(tmp_path / "model"), count_reward, config, prompts())
+    run.save_model(str(tmp_path / "saved"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").padding_side == side
+
+
+@pytest.mark.parametrize(
+    ("given", "removed"),
+    [({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7}, "temperature.*top_p"),
+     ({"do_sample": False, "typical_p": 0.5}, "typical_p")],
+    ids=["temperature", "typical_p"],
+)  # fmt: skip
+def test_a_generation_config_that_cannot_be_saved_is_repaired_when_the_trainer_is_built(
+    tmp_path, caplog, given, removed
+):
+    model = policy()
+    for name, value in given.items():
+        setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match="invalid"):
+        model.generation_config.save_pretrained(tmp_path)
+    run = trainer(tmp_path, model=model)
+    assert re.search(f"cannot be saved with .*{removed}", caplog.text)
+    run.save_model(str(tmp_path / "saved"))
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert saved.do_sample is False and saved.max_new_tokens == given.get("max_new_tokens")
+    assert saved.eos_token_id == model.config.eos_token_id
+
+
+def test_a_generation_config_that_can_be_saved_stays(tmp_path, caplog):
+    model = policy()
+    model.generation_config.update(do_sample=True, temperature=0.6, top_k=5)
+    given = model.generation_config.to_dict()
+    trainer(tmp_path, model=model)
+    assert model.generation_config.to_dict() == given and "cannot be saved" not in caplog.text

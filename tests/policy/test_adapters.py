@@ -74,6 +74,28 @@ def test_an_adapter_of_virtual_tokens_trains_in_the_padded_layout(tmp_path, kind
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+@torch.no_grad()
+def test_samples_have_the_virtual_tokens_of_the_forward_once(tmp_path, kind):
+    """Greedy tokens are the most probable ones of a forward over the whole sequence."""
+    adapter = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = policy(initializer_range=0.5)
+    run = trainer(tmp_path, model=model, peft_config=adapter, gradient_checkpointing=False)
+    for parameter in run.model.parameters():
+        if parameter.requires_grad:
+            parameter.normal_(0.0, 2.0, generator=torch.Generator().manual_seed(1))
+    ids = [4, 5, 6]
+    greedy = SamplingOptions(generation_kwargs={"temperature": 0.0, "min_new_tokens": 6})
+    (completion,) = run.backend.generate([ids], greedy)
+    for token in completion.token_ids:
+        inputs = torch.tensor([ids])
+        logits = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits[0, -1]
+        logits[1] = -torch.inf if len(ids) < 3 + 6 else logits[1]  # no end among the first six
+        assert token == logits.argmax()
+        ids.append(token)
+    assert len(completion.token_ids) >= 6 and "prepare_inputs_for_generation" not in vars(run.model)
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
 @torch.no_grad()
 def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):
@@ -140,6 +162,24 @@ def experts(seed=0):
 
 
 EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+@pytest.mark.parametrize("coef", [None, 0.0])
+@pytest.mark.parametrize("loop", ["auto", "dynamic"])
+def test_router_logits_in_the_config_change_nothing(tmp_path, coef, loop):
+    """``output_router_logits=True`` is common in checkpoints; the setting decides on the balancing loss."""
+    trained = []
+    for value in (False, True):
+        model = experts()
+        model.config.output_router_logits = value
+        given = {"router_aux_loss_coef": coef, "cache_implementation": loop, "beta": 0.04}
+        given["per_device_train_batch_size"] = 8  # prompts of two lengths, so that there is padding
+        run = trainer(tmp_path / str(value), model=model, max_steps=2, **given)
+        run.train()
+        assert run.model.config.output_router_logits is value
+        trained.append([parameter.detach() for parameter in model.parameters()])
+        assert ("aux_loss" in run.state.log_history[0]) == (coef is None)
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
 
 
 @pytest.mark.parametrize("by_trainer", [True, False], ids=["peft_config", "PeftModel"])

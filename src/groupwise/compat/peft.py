@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,3 +27,36 @@ def merge_dequantized(tuner: Any) -> None:
     from peft.tuners.lora import Linear
 
     Linear.merge(tuner)
+
+
+@contextmanager
+def virtual_tokens_once(model: Any) -> Iterator[None]:
+    """Context manager in which ``generate`` adds virtual tokens once, before the prompt.
+
+    PEFT 0.21 reads and replaces the cache of a decoding step under its old name, ``past_key_values``. With
+    transformers 5.24, which has it under ``cache``, it would add virtual tokens before every token, and the
+    keys and values of prefix tuning would be ignored. A PEFT that uses the new name is not changed.
+    """
+    own, base = model.prepare_inputs_for_generation, model.base_model_prepare_inputs_for_generation
+
+    def with_old_name(*args: Any, **kwargs: Any) -> Any:
+        inputs = base(*args, **kwargs)
+        return {**inputs, "past_key_values": inputs["cache"]} if "cache" in inputs else inputs
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        inputs = own(*args, **kwargs)
+        if "cache" in inputs:
+            old_name = inputs.pop("past_key_values")
+            inputs["cache"] = inputs["cache"] if old_name is kwargs.get("cache") else old_name
+        return inputs
+
+    model.base_model_prepare_inputs_for_generation, model.prepare_inputs_for_generation = (
+        with_old_name,
+        prepare,
+    )
+    try:
+        yield
+    finally:
+        model.base_model_prepare_inputs_for_generation = base
+        model.base_model.prepare_inputs_for_generation = base  # generate left the wrapper there
+        del model.prepare_inputs_for_generation

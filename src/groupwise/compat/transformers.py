@@ -1,7 +1,8 @@
-"""Private symbols of transformers, seen in 5.3 to 5.23 except where a function says otherwise."""
+"""Private symbols of transformers, seen in 5.3 to 5.24 except where a function says otherwise."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -147,12 +148,13 @@ def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
 def enable_gradient_checkpointing(model: PreTrainedModel, given: dict[str, Any] | str | None) -> None:
     """Enable gradient checkpointing with ``gradient_checkpointing_kwargs``, as ``Trainer.train`` does.
 
-    Two of them are arguments of the model (seen in 5.19 and 5.23; not in 5.3), the others of
-    ``torch.utils.checkpoint``.
+    Two of them are arguments of the model (seen in 5.19 to 5.24; not in 5.3), the others of
+    ``torch.utils.checkpoint``. The method is ``activation_checkpointing_enable`` since 5.24.
     """
     others = dict(given) if isinstance(given, dict) else {}  # a string was parsed by the configuration
     own = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
-    model.gradient_checkpointing_enable(others or None, **own)
+    renamed = getattr(model, "activation_checkpointing_enable", None)
+    (renamed or model.gradient_checkpointing_enable)(others or None, **own)
 
 
 def add_checkpoint_contexts(
@@ -200,6 +202,15 @@ def is_stateful(model: nn.Module) -> bool:
 def supports_dynamic_cache(model: GenerativePreTrainedModel) -> bool:
     """Return True if ``model.generate`` creates a ``DynamicCache`` by default."""
     return model._supports_default_dynamic_cache()
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the key-value cache in the forward of ``model``, its outputs and the decoding loop.
+
+    ``cache`` since 5.24, ``past_key_values`` before; None if the forward has neither.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def has_stock_sampling_loop(model: nn.Module) -> bool:

@@ -71,12 +71,16 @@ class GRPOConfig(GRPOFields):
         move_old_names(self)
         resolve_precision(self)
         resolve_trackers(self)
-        # Newer transformers renamed the field, and warn about the old name even for our default.
+        # transformers 5.24 renamed both fields, and warns about the old names even for our defaults.
         if getattr(self, "activation_checkpointing", True) is None:
-            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing = DerivedInt(self.gradient_checkpointing)
+        if getattr(self, "activation_checkpointing_kwargs", {}) is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         if self.deepspeed and importlib.util.find_spec("deepspeed") is None:  # transformers: a TypeError
             raise ConfigError("deepspeed needs the package DeepSpeed: pip install 'groupwise[deepspeed]'")
         super().__post_init__()
+        if isinstance(self.gradient_checkpointing, DerivedInt):  # copied back from the new field
+            self.gradient_checkpointing = bool(self.gradient_checkpointing)
         # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
         self.output_dir = os.path.abspath(str(self.output_dir))
         resolve_sampling(self)

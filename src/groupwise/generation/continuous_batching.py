@@ -17,7 +17,12 @@ from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, check_names, json_dict
 from groupwise.generation.transformers_backend import TransformersBackend, generation_config
 from groupwise.policy.attention import without_attention_hook
-from groupwise.policy.introspection import CausalLM, evaluation_mode, has_prompt_learning
+from groupwise.policy.introspection import (
+    CausalLM,
+    evaluation_mode,
+    has_prompt_learning,
+    without_router_logits,
+)
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.text import text_tokenizer
 
@@ -62,7 +67,7 @@ class ContinuousBatchingBackend(TransformersBackend):
                 "sharded parameters (ZeRO-3, FSDP); set use_transformers_continuous_batching=False"
             )
         config = self.config_of(sampling)
-        with evaluation_mode(model), without_attention_hook(model):
+        with evaluation_mode(model), without_attention_hook(model), without_router_logits(model):
             outputs = model.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=config,

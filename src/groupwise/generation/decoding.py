@@ -28,6 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from groupwise.compat.transformers import (
+    cache_argument,
     has_stock_sampling_loop,
     is_stateful,
     optimize_for_decode,
@@ -114,7 +115,7 @@ def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
         and is_text_only(model)  # others compute position ids differently
         and not is_stateful(base)
         and supports_dynamic_cache(base)
-        and "past_key_values" in inspect.signature(base.forward).parameters
+        and cache_argument(base) is not None
         and all(type(layer) in SELECTABLE_LAYERS for layer in DynamicCache(config=base.config).layers)
         and _acts_on_rows(config, base.generation_config)
     )
@@ -270,8 +271,9 @@ class _Rows:
         model_kwargs: dict[str, Any],
     ) -> None:
         self.model, self.tokens_RS = model, tokens
+        self.cache_name = cache_argument(without_adapter(model)) or ""
         # A sliding layer holds fewer positions than the attention mask shared by all layers.
-        sliding = any(layer.is_sliding for layer in outputs.past_key_values.layers)
+        sliding = any(layer.is_sliding for layer in outputs[self.cache_name].layers)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.supports_packing = not sliding and takes_kwargs and install_attention_hook(model)
@@ -285,7 +287,7 @@ class _Rows:
     @property
     def cache(self) -> DynamicCache:
         """Keys and values of all positions but the last."""
-        return self.kwargs["past_key_values"]
+        return self.kwargs[self.cache_name]
 
     def select(self, rows_R: torch.Tensor) -> None:
         """Keep the given rows, repeated as given; does not change the cache."""

@@ -31,7 +31,8 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self, filled: DynamicLayer, rows_R: torch.Tensor, limit: int) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = filled.dtype, filled.device, True
+        self.dtype = filled.keys.dtype  # type: ignore[union-attr]
+        self.device, self.is_initialized = filled.device, True
         self.limit = limit
         rows = rows_R.to(self.device)
         self.buffers = [self._with_capacity(old, rows) for old in (filled.keys, filled.values)]

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.compat.deepspeed import gathered
+from groupwise.compat.peft import virtual_tokens_once
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
@@ -38,7 +39,14 @@ from groupwise.generation.decoding import (
     keep_autocast_weights,
 )
 from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
-from groupwise.policy.introspection import CausalLM, evaluation_mode, has_prompt_learning, without_adapter
+from groupwise.policy.introspection import (
+    CausalLM,
+    evaluation_mode,
+    has_prompt_learning,
+    unwrapped,
+    without_adapter,
+    without_router_logits,
+)
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
@@ -113,7 +121,8 @@ class TransformersBackend(GenerationBackend):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
         if has_prompt_learning(self.model()):
-            return self._generate_by_length(prompts, sampling)
+            with virtual_tokens_once(unwrapped(self.model())):
+                return self._generate_by_length(prompts, sampling)
         try:
             return self._generate(prompts, sampling)
         except ForeignProcessorError as found:
@@ -251,7 +260,8 @@ def without_model_settings(model: CausalLM) -> Iterator[None]:
             setattr(neutral, name, None)
     base.generation_config = neutral
     try:
-        yield
+        with without_router_logits(model):
+            yield
     finally:
         base.generation_config = given
 

@@ -116,6 +116,7 @@ class BaseTrainer(Trainer):
         optimizers: tuple[Any, Any],
     ) -> None:
         check_optimizer(optimizers[0], model.named_parameters(), optimizers[1])
+        saved_use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(
             model=model,
             args=args,
@@ -126,6 +127,9 @@ class BaseTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        # Trainer sets it to False, and checkpoints would have that; every forward here passes the argument.
+        if saved_use_cache is not None:
+            model.config.use_cache = saved_use_cache
         check_processes(args, getattr(self.accelerator, "parallelism_config", None))
         if is_processor(processing_class):
             allow_unused_vision_tower(self.accelerator, args)

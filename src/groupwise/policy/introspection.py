@@ -117,6 +117,29 @@ def router_aux_loss_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
     return args.router_aux_loss_coef
 
 
+def configs_with_router_logits(model: nn.Module) -> list[PretrainedConfig]:
+    """Return the configs by which every forward of a mixture of experts computes the balancing loss."""
+    config = base_model(model).config
+    unique = {id(each): each for each in (config, config.get_text_config(decoder=True))}
+    return [each for each in unique.values() if getattr(each, "output_router_logits", False)]
+
+
+@contextmanager
+def without_router_logits(model: nn.Module) -> Iterator[None]:
+    """Context manager in which ``output_router_logits=True`` of the model's config has no effect.
+
+    The balancing loss of a decoding step fails: the mask has the positions of the cache, the router not.
+    """
+    configs = configs_with_router_logits(model)
+    for config in configs:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.output_router_logits = True
+
+
 # Adapters.
 
 

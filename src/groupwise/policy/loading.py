@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -73,6 +74,7 @@ def prepare_policy(
     if config.cast_lm_head_to_fp32:
         cast_head_to_fp32(policy)
     keep_4bit_weights_unpacked(policy)
+    make_generation_config_savable(policy)
     policy = apply_peft(policy, peft_config)
     kinds = [adapter_type(adapter) for adapter in adapters_of(policy)]
     if config.gradient_checkpointing and {"PREFIX_TUNING", "CARTRIDGE"}.intersection(kinds):
@@ -163,9 +165,7 @@ def load_processing_class(
         if isinstance(model, str):
             load_config(model, config)  # its error is about the id, not about a file of the tokenizer
         with boundary(ConfigError, f"the tokenizer of {name!r}"):
-            processing_class = AutoProcessor.from_pretrained(
-                name, trust_remote_code=config.trust_remote_code, padding_side="left"
-            )
+            processing_class = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     set_pad_token(text_tokenizer(processing_class), "the policy")
     return processing_class
 
@@ -211,6 +211,41 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def make_generation_config_savable(model: PreTrainedModel) -> None:
+    """Remove the values for which ``save_pretrained`` would refuse the model's generation config.
+
+    It loads with them: ``do_sample=False`` with a temperature, for example, which then has no effect.
+    """
+    config, removed = getattr(model, "generation_config", None), dict[str, Any]()
+    if config is None:
+        return
+    for name, value in config.to_diff_dict().items():
+        if name != "do_sample" and not _is_savable(config):
+            removed[name] = value
+            setattr(config, name, getattr(GenerationConfig(), name, None))
+    for name, value in list(removed.items()):
+        setattr(config, name, value)
+        if _is_savable(config):
+            del removed[name]
+        else:
+            setattr(config, name, getattr(GenerationConfig(), name, None))
+    if removed:
+        logger.warning(
+            "the model's generation config cannot be saved with %r and do_sample=%r: these values are "
+            "removed from it (the sampling settings of the run do not come from there)",
+            removed,
+            config.do_sample,
+        )
+
+
+def _is_savable(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def cast_head_to_fp32(model: PreTrainedModel) -> None:

@@ -477,7 +477,7 @@ def _processor_of(checkpoint: Path | None, trust_remote_code: bool) -> Any:
     """Return the tokenizer or processor that the checkpoint contains, if any."""
     if checkpoint is None or not (checkpoint / "tokenizer_config.json").exists():
         return None
-    return AutoProcessor.from_pretrained(checkpoint, padding_side="left", trust_remote_code=trust_remote_code)
+    return AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _checkpoint_before(recording: Recording, step: int) -> Path | None:

@@ -34,7 +34,7 @@ from groupwise.errors import ConfigError
 from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.dense import dense_head, logps_from_logits
 from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head
-from groupwise.policy.introspection import unwrapped
+from groupwise.policy.introspection import configs_with_router_logits, unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
 #: Arguments of a causal LM's forward.
@@ -95,7 +95,7 @@ def forward_logprobs(
     """
     if head.name == "dense":
         # The model selects: on several CPU threads, gradients at a repeated position vary in the last bit.
-        output = model(**_arguments(inputs, with_aux_loss))
+        output = model(**_arguments(model, inputs, with_aux_loss))
         logps, entropy = logps_from_logits(output.logits, targets_BK, temperature, with_entropy, kept)
         return logps, entropy, output.aux_loss if with_aux_loss else None
     positions_K = inputs.get("logits_to_keep")
@@ -132,12 +132,13 @@ def forward_at_head(
     """
     inner = unwrapped(model)
     with compute_at_head(inner, head_weights(inner, fp32=head.fp32), compute) as captured:
-        output = model(**_arguments(inputs, with_aux_loss))
+        output = model(**_arguments(model, inputs, with_aux_loss))
     return captured.read(output.logits), output.aux_loss if with_aux_loss else None
 
 
-def _arguments(inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
-    return {**inputs, "use_cache": False, **({"output_router_logits": True} if with_aux_loss else {})}
+def _arguments(model: nn.Module, inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
+    chosen = with_aux_loss or configs_with_router_logits(model)  # only experts have the argument
+    return {**inputs, "use_cache": False, **({"output_router_logits": with_aux_loss} if chosen else {})}
 
 
 @dataclass
