@@ -285,6 +285,24 @@ def test_a_head_that_keeps_the_repacked_weights_of_another_step_ends_the_run(run
     sync(run, run.model)
 
 
+def test_parameters_that_vllm_derives_after_loading_need_no_weights(run):
+    """Such as those of multi-head latent attention (DeepSeek), which no checkpoint has."""
+    from groupwise.generation.vllm.receiver import CheckpointReceiver
+
+    worker = run.backend.engine.llm_engine.model_executor.driver_worker.worker
+    receiver = CheckpointReceiver.__new__(CheckpointReceiver)
+    receiver.model = worker.model_runner.get_model()
+    receiver.init_transfer_engine(None)
+    names, layer = receiver.names, receiver.model.model.layers[1].self_attn.attn
+    assert {name for name, _ in receiver.model.named_parameters()} == names and names
+    layer.W_UV = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    try:
+        receiver.init_transfer_engine(None)
+    finally:
+        del layer.W_UV
+    assert receiver.names == names
+
+
 def test_an_incomplete_model_is_refused(run):
     class Incomplete(PolicyWeights):
         def full(self):

@@ -221,6 +221,26 @@ def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
     assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda a, b: torch.cat([b, a]),
+        lambda a, b: torch.stack((a, b))[:, 0],
+        lambda a, b: torch.cat([torch.cat([a]), b * 2]),
+    ],
+)
+def test_a_loader_may_join_tensors_before_it_copies_them(join):
+    parameters = {"joined": torch.empty(2, 3, device="meta"), "c": torch.empty(3, device="meta")}
+
+    def load(weights):
+        given = dict(weights)
+        parameters["joined"].copy_(join(given["a"], given["b"]))
+        parameters["c"].copy_(given["c"])
+
+    places = find_places(load, {"a": [1, 3], "b": [1, 3], "c": [3]}, parameters, torch.float32)
+    assert places.opaque == {"a", "b"} and not places.empty and list(places.by_parameter) == ["c"]
+
+
 def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
     matrix = torch.randn(6, 40)
 

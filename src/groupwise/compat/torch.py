@@ -124,7 +124,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 def observed_operations(
     observe: Callable[[str, list[torch.Tensor], object], None],
 ) -> AbstractContextManager[object]:
-    """Context manager that calls ``observe(name, tensor arguments, result)`` after every operation."""
+    """Context manager that calls ``observe(name, tensor arguments, result)`` after every operation.
+
+    Tensors in lists count as arguments.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,7 +136,10 @@ def observed_operations(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            tensors = [value for value in args if isinstance(value, torch.Tensor)]
+            lists = [
+                value if isinstance(value, (list, tuple)) else [value] for value in args
+            ]  # of cat, stack
+            tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
             observe(func.overloadpacket.__name__, tensors, result)
             return result
 

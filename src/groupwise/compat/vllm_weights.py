@@ -84,6 +84,23 @@ def on_meta_device(model: nn.Module) -> Iterator[dict[tuple[str, str], torch.Ten
             layer._non_persistent_buffers_set = not_persistent
 
 
+def loaded_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that weights are loaded into; of tied ones the first.
+
+    vLLM adds others after loading, such as matrices that it derives for multi-head latent attention.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    layers = dict(model.named_modules())
+    names = [name for name, _ in model.named_parameters()]
+    split = {name: name.rpartition(".")[::2] for name in names}
+    return {
+        name
+        for name, (path, own) in split.items()
+        if own in get_layerwise_info(layers[path]).restore_metadata[0]
+    }
+
+
 def repacking_kernel(module: Any) -> Any:
     """Return the function of a CPU layer that multiplies by a repacked copy of its weight; None without."""
     kernel = getattr(module, "cpu_linear", None)

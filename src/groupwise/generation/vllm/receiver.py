@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from groupwise.compat.vllm import layerwise_reload
-from groupwise.compat.vllm_weights import repack_experts
+from groupwise.compat.vllm_weights import loaded_parameters, repack_experts
 
 # vLLM warns about every layer without weights; parameters that receive none are an error below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -51,7 +51,7 @@ class CheckpointReceiver(WeightTransferEngine[WeightTransferInitInfo, Weights]):
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """Record the parameter names, before an update replaces the layers' parameters."""
-        self.names = {name for name, _ in self.model.named_parameters()}
+        self.names = loaded_parameters(self.model)
 
     def start_weight_update(self) -> None:
         self.missing = set(self.names)

@@ -88,7 +88,9 @@ def find_places(
     found.shapes = {key: tuple(tensor.shape) for key, tensor in parameters.items()}
     found.empty = [key for key, tensor in parameters.items() if filled[key] < tensor.numel()]
     scalars = {name for name, shape in shapes.items() if torch.Size(shape).numel() == 1}
-    found.opaque |= set(copies.transformed.values()) | (scalars - {place.name for _, place in copies.places})
+    found.opaque |= set().union(*copies.transformed.values()) | (
+        scalars - {place.name for _, place in copies.places}
+    )
     return found
 
 
@@ -106,7 +108,7 @@ class _Copies:
         self.sources: dict[int, str] = {}
         self.places: list[tuple[int, Place]] = []
         self.constants: list[tuple[int, int]] = []
-        self.transformed: dict[int, str] = {}
+        self.transformed: dict[int, set[str]] = {}
         self._alive: list[torch.Tensor] = []  # the identity of a freed storage may be used again
 
     def observe(self, operation: str, tensors: Sequence[torch.Tensor], result: object) -> None:
@@ -124,11 +126,11 @@ class _Copies:
         elif operation in ("fill_", "zero_"):
             self.constants.append((storage_id(tensors[0]), tensors[0].numel()))
         elif isinstance(result, torch.Tensor) and storage_id(result) not in self.sources:
-            for storage in map(storage_id, tensors):
-                name = self.sources.get(storage) or self.transformed.get(storage)
-                if name is not None:
-                    self.transformed[storage_id(result)] = name
-                    self._alive.append(result)
+            storages = [storage_id(tensor) for tensor in tensors]
+            names = {self.sources[one] for one in storages if one in self.sources}
+            if names := names.union(*(self.transformed.get(one, ()) for one in storages)):
+                self.transformed[storage_id(result)] = names
+                self._alive.append(result)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
