@@ -1,7 +1,7 @@
 """Train tiny random models of many architectures with a colocated vLLM engine on a CPU, and say which follow.
 
-Each runs in a process of its own: two optimizer steps with a large learning rate, so that the weights of
-every step differ. Then the engine gets the trained weights, and
+Each runs in a process of its own, because vLLM keeps global state: two optimizer steps with a large learning
+rate, so that the weights of every step differ. Then the engine gets the trained weights, and
 
 - its log-probs of the tokens that it samples are compared with the trainer's, and both with those of the
   same weights in float64: the larger of two errors is the one that is not the other's fault,
@@ -17,11 +17,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
+import os
+import queue
 import tempfile
 import traceback
 from typing import Any
 
-from common import RESULTS, measure_in_process, print_result, write_results
+from common import RESULTS, write_results
 
 SIZE = {
     "vocab_size": 128,
@@ -37,6 +40,8 @@ SIZE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+ALL_HEADS = {"num_key_value_heads": 4}
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LATENT = {  # kv_lora_rank and qk_rope_head_dim are the only ones of vLLM's kernel for a CPU
     "num_key_value_heads": 4,
@@ -73,18 +78,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
-    "phi": {},
+    "phi": ALL_HEADS,
     "phi3": {},
     "granite": {},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "cohere": {"tie_word_embeddings": True},
     "smollm3": {},
     "starcoder2": {},
-    "stablelm": {},
-    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": True},
-    "gpt_neox": {},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 128, "init_std": 0.3, "tie_word_embeddings": True},
-    "bloom": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+    "stablelm": ALL_HEADS,
+    "gpt2": {
+        **ALL_HEADS,
+        **NO_DROPOUT,
+        "n_embd": 128,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": ALL_HEADS,
+    "opt": {
+        **ALL_HEADS,
+        "dropout": 0.0,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 128,
+        "init_std": 0.3,
+        "tie_word_embeddings": True,
+    },
+    "bloom": {**ALL_HEADS, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "tie_word_embeddings": True},
     "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**LATENT, "q_lora_rank": 64, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc"},
@@ -238,6 +258,26 @@ def worker(name: str, dtype: str) -> dict[str, Any]:
         return {"failed": f"{stage}: {type(error).__name__}: {error}"[:600]}
 
 
+def in_process(name: str, dtype: str, seconds: float = 300.0) -> dict[str, Any]:
+    """Return the result of ``worker`` in a process forked from this one, which imports vLLM once."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    import vllm.entrypoints.llm  # noqa: F401
+
+    import groupwise.trainer  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=lambda: results.put(worker(name, dtype)))
+    process.start()
+    try:
+        return results.get(timeout=seconds)
+    except queue.Empty:
+        return {"failed": f"no result within {seconds:g} s"}
+    finally:
+        process.kill()
+
+
 def table(path: Any) -> str:
     """Return the table of docs/vllm.md from the results."""
     results = json.loads(path.read_text())["results"]
@@ -264,18 +304,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(ARCHITECTURES)}; default: all")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--table", action="store_true", help="print the table of the recorded results")
-    parser.add_argument("--worker", nargs=2, metavar=("NAME", "DTYPE"))
     options = parser.parse_args()
     path = RESULTS / "vllm_architectures.json"
-    if options.worker:
-        print_result(worker(*options.worker))
-        return
     results = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in () if options.table else options.names or ARCHITECTURES:
-        try:
-            found = measure_in_process(__file__, name, options.dtype, timeout=300)
-        except RuntimeError as error:
-            found = {"failed": str(error)[-600:]}
+        found = in_process(name, options.dtype)
         results[f"{name} {options.dtype}"] = found
         print(name, found, flush=True)
         write_results("vllm_architectures", {"results": dict(sorted(results.items()))})

@@ -359,6 +359,15 @@ def test_the_engine_gets_the_architecture_of_a_policy_whose_config_has_none(tmp_
     assert given == [["LlamaForCausalLM"]] and model.config.architectures is None
 
 
+@pytest.mark.vllm
+def test_latent_attention_is_refused_on_a_cpu_where_vllm_rotates_its_queries_otherwise(tmp_path):
+    pytest.importorskip("vllm")
+    model = policy()
+    model.config.kv_lora_rank = 512
+    with pytest.raises(ConfigError, match=r"multi-head latent attention.*GPU, or set use_vllm=False"):
+        trainer(tmp_path, model=model, use_vllm=True)
+
+
 def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, monkeypatch):
     vllm = pytest.importorskip("vllm")
     given = []

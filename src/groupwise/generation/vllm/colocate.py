@@ -384,6 +384,13 @@ def make_backend(
     """Start an engine in this process; see :class:`groupwise.generation.base.BackendFactory`."""
     model: CausalLM = policy()
     check_policy(model)
+    latent = hasattr(model.config.get_text_config(), "kv_lora_rank")
+    if latent and config.device.type == "cpu" and config.vllm_model_impl != "transformers":
+        raise ConfigError(
+            "the policy has multi-head latent attention (DeepSeek), whose queries vLLM's build for CPUs "
+            "(0.32) rotates by other angles: it would sample from another distribution. Use a GPU, or set "
+            "use_vllm=False"
+        )
     from vllm import LLM
     from vllm.distributed import get_tp_group
 
@@ -393,9 +400,6 @@ def make_backend(
         processing_class.save_pretrained(directory)
         compute_dtype = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(base.dtype)
         arguments = engine_arguments(config, directory, compute_dtype.removeprefix("torch."))
-        if config.device.type == "cpu" and hasattr(base.config.get_text_config(), "kv_lora_rank"):
-            # vLLM's choice on a processor with AMX is a kernel for bf16 alone, which fails in float32.
-            arguments.setdefault("attention_backend", "CPU_MLA")
         only_adapter = sends_only_adapter(model, arguments)
         quantized = only_adapter and loads_quantized(model, arguments)
         model_config = copy.deepcopy(base.config)
