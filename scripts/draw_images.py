@@ -103,6 +103,29 @@ def pipeline() -> str:
     return picture.svg()
 
 
+def overview() -> str:
+    """Draw the way of a run: configuration, the four verbs, and what the configuration chooses in them."""
+    picture = Picture(
+        1000, 190, "GRPOConfig, then generate, reward, advantage and clipped loss, with their choices"
+    )
+    picture.box(12, 40, 150, 56, RECORD, "GRPOConfig", "config/")
+    verbs = [
+        ("generate", "mixins/rollout.py", ("transformers", "vLLM colocate", "vLLM server")),
+        ("reward", "mixins/reward.py", ("functions, models", "tools, environments")),
+        ("advantage", "mixins/advantage.py", ("group mean", "leave one out")),
+        ("clipped loss", "mixins/loss.py", ("log-probs", "fused: policy/liger.py")),
+    ]
+    for number, (verb, file, choices) in enumerate(verbs):
+        x = 202 + 202 * number
+        picture.arrow((x - 40, 68), (x - 4, 68))
+        picture.box(x, 40, 162, 56, STAGE, verb, file)
+        for line, choice in enumerate(choices):
+            picture.text(x + 81, 120 + 20 * line, choice, anchor="middle", fill=FAINT)
+    picture.arrow((889, 40), (889, 22), (283, 22), (283, 36))
+    picture.text(586, 16, "trainer.py: one optimizer step", anchor="middle", fill=FAINT)
+    return picture.svg()
+
+
 def shared_prefix() -> str:
     """Draw the model's input for one group of four completions in the three layouts."""
     picture = Picture(
@@ -364,6 +387,7 @@ def terminal() -> str:
 def images() -> dict[Path, str]:
     """Return every picture by its path."""
     drawn = {
+        "overview": overview,
         "pipeline": pipeline,
         "shared_prefix": shared_prefix,
         "rebalancing": rebalancing,

@@ -1,4 +1,7 @@
-"""GRPOTrainer: one optimizer step from top to bottom, and the construction of its parts."""
+"""GRPOTrainer: one optimizer step from top to bottom, and the construction of its parts.
+
+``docs/reading.md`` lists the files of the algorithm in reading order; this is the first.
+"""
 
 from __future__ import annotations
 
