@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,29 @@ def test_tools_environments_and_their_rewards_change_no_sample(tmp_path: Path) -
     assert run(lambda: torch.manual_seed(0)) == run(lambda: None)
 
 
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "dynamic"}, {"top_k": 5}], ids=str)
+def test_threads_that_seed_while_others_are_sampled_change_no_sample(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """As a tool in a thread does, or a reward after its time limit: here during every forward."""
+
+    def run(act: Any) -> tuple[list[list[int]], torch.Tensor]:
+        model = llama()
+
+        def beside(*_: Any) -> None:
+            thread = threading.Thread(target=act)
+            thread.start()
+            thread.join()
+
+        model.register_forward_pre_hook(beside)
+        return sampled(tmp_path, model=model, **settings), model.lm_head.weight.detach()
+
+    alone, weights = run(lambda: None)
+    seeded, weights_seeded = run(lambda: set_seed(3))
+    assert seeded == alone and torch.equal(weights_seeded, weights)
+    assert len(alone) == 24 and len(set(map(tuple, alone))) > 20
+
+
 def test_user_functions_draw_anew_at_every_step_and_as_before_in_a_resumed_run(tmp_path: Path) -> None:
     drawn: list[float] = []
 
@@ -105,7 +129,7 @@ def test_the_streams_are_exchanged_and_a_failure_returns_to_the_mark() -> None:
     expected = torch.rand(4).tolist()
     torch.manual_seed(5)
     state = RandomState()
-    state.seed_user_code(5)
+    state.seed(5)
     assert torch.rand(()).item() == expected[0]
     with state.user_code():
         first = torch.rand(()).item()
@@ -115,7 +139,10 @@ def test_the_streams_are_exchanged_and_a_failure_returns_to_the_mark() -> None:
                 assert torch.rand(()).item() == expected[2]
         with state.user_code():
             second = torch.rand(()).item()
+    draw = torch.rand(2, generator=state.generator).tolist()
+    assert draw == expected[:2]  # one seed, and nothing else draws from it
     mark = state.snapshot()
+    later = torch.rand(2, generator=state.generator).tolist()
     with state.user_code():
         third = torch.rand(()).item()
     with pytest.raises(KeyError), state.user_code():
@@ -124,9 +151,10 @@ def test_the_streams_are_exchanged_and_a_failure_returns_to_the_mark() -> None:
     assert torch.rand(()).item() == expected[3]
     state.restore(mark)
     assert torch.rand(()).item() == expected[3]
+    assert torch.rand(2, generator=state.generator).tolist() == later
     with state.user_code():
         assert torch.rand(()).item() == third
-    state.seed_user_code(5)
+    state.seed(5)
     with state.user_code():
         assert torch.rand(2).tolist() == [first, second]
     assert not {first, second} & set(expected)

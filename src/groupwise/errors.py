@@ -52,15 +52,16 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 
-#: Signals that ask a process to end, or to save and end.
-_INTERRUPTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+#: Signals that ask a process to end, or to save and end, and that of the time limits of calls.
+_INTERRUPTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGVTALRM")
 
 
 def is_interrupt(error: BaseException) -> bool:
     """Return True for exceptions that end or cancel the caller, False for failures of the raising code.
 
     Interrupts are Ctrl-C (``KeyboardInterrupt`` in the main thread), exceptions of a signal handler, such as
-    the ``SystemExit`` of one for SIGTERM, and the cancellation of the current task.
+    the ``SystemExit`` of one for SIGTERM, a time limit in the main thread, and the cancellation of the
+    current task.
     """
     if isinstance(error, asyncio.CancelledError):
         return _is_being_cancelled()

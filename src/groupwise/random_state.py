@@ -1,4 +1,4 @@
-"""State of the global random number generators, and a stream of its own for the user's functions."""
+"""Random numbers of a run: the generator of samples, and two streams of the global generators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from groupwise.records.serialization import NotSaved
 
@@ -17,23 +18,28 @@ _USER_SEED = 1_000_003
 
 
 class RandomState:
-    """Random number generators of Python, NumPy and torch on this rank, with two streams of torch's.
+    """Random numbers of this rank: the generator of samples, and two streams of torch's global generators.
 
-    Sampling, dropout and shuffles draw from the stream of the run, which is that of TRL on the same seed.
-    Reward functions, tools and environments draw from and seed a second stream: neither changes a sample.
-    ``Trainer`` saves and restores the stream of the run; the snapshot of a checkpoint has the other alone.
+    Samples come from ``generator``, so that no thread of the user changes them. Dropout draws from the stream
+    of the run. Reward functions, tools and environments draw from and seed a second stream. ``Trainer`` saves
+    and restores the stream of the run; the snapshot of a checkpoint has the others.
+
+    Args:
+        device: that of the sampler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self._in_user_code = False
         self._unused = _torch_state()  # of the stream that is not in the global generators
+        self.generator = torch.Generator(device)
 
-    def seed_user_code(self, seed: int) -> None:
-        """Seed the stream of the user's functions.
+    def seed(self, seed: int) -> None:
+        """Seed the samples, and the stream of the user's functions.
 
         Args:
             seed: of this rank.
         """
+        self.generator.manual_seed(seed)
         with self.user_code():
             torch.manual_seed(seed + _USER_SEED)
 
@@ -59,14 +65,44 @@ class RandomState:
         self._unused, self._in_user_code = present, not self._in_user_code
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the states of both streams."""
-        return {"run": NotSaved(get_state()), "user_code": self._unused}
+        """Return the states of the generator and of both streams."""
+        states = {"run": NotSaved(get_state()), "user_code": self._unused}
+        return {**states, "samples": self.generator.get_state()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Restore the stream of the user's functions, and that of the run unless ``Trainer`` does."""
+        """Restore the generator and the streams, that of the run unless ``Trainer`` does."""
         self._unused = snapshot["user_code"]
+        self.generator.set_state(snapshot["samples"])
         if snapshot["run"] is not None:  # of a mark, not of a checkpoint
             set_state(snapshot["run"].value)
+
+
+class DrawnFrom(TorchFunctionMode):
+    """Context manager in which ``torch.multinomial`` draws from ``generator``, in this thread.
+
+    For decoding loops that take no generator; other threads may draw and seed meanwhile.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.multinomial, torch.Tensor.multinomial):
+            kwargs = {"generator": self.generator, **(kwargs or {})}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def seeded_from(generator: torch.Generator) -> Iterator[None]:
+    """Context manager in which torch's global generators have a seed that is drawn from ``generator``.
+
+    For code that samples in threads of its own.
+    """
+    seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+    with preserved_state():
+        torch.manual_seed(seed.item())
+        yield
 
 
 def get_state() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Daemon threads: functions and event loops in the background, and calls with a time limit.
+"""Daemon threads, event loops, and calls of the user's functions with a time limit.
 
 Daemon, because a call that never returns must not keep the process from exiting.
 """
@@ -12,17 +12,28 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-from groupwise.errors import is_interrupt
+from groupwise.errors import is_interrupt, keep_grad_mode
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+#: Maximum number of concurrent calls.
+MAX_CONCURRENT_CALLS = 64
+
+#: Seconds after the time limit of every call at which the event loop must be blocked.
+BLOCKED_MARGIN = 10.0
+
+_MARKER = "thread_safe"
 
 
 def is_async(function: object) -> bool:
@@ -67,9 +78,11 @@ def as_exception(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-def limit_error(seconds: float | None, setting: str) -> TimeoutError:
-    """Return the error of a call that took too long, with the setting that limits it."""
-    return TimeoutError(f"no result within {seconds:g} seconds" + (f" ({setting})" if setting else ""))
+class TimeLimitError(TimeoutError):
+    """A call took too long; ``setting`` is the name of its limit for the user."""
+
+    def __init__(self, seconds: float | None, setting: str = "") -> None:
+        super().__init__(f"no result within {seconds:g} seconds" + (f" ({setting})" if setting else ""))
 
 
 async def await_call(function: Callable[[], Any], timeout: float | None, setting: str = "") -> Any:
@@ -82,7 +95,7 @@ async def await_call(function: Callable[[], Any], timeout: float | None, setting
         setting: name of the limit for the user, in the error.
 
     Raises:
-        TimeoutError: the call exceeded the limit.
+        TimeLimitError: the call exceeded the limit.
         Exception: the function's, see :func:`as_exception`.
     """
     call: asyncio.Future[Any]
@@ -94,7 +107,7 @@ async def await_call(function: Callable[[], Any], timeout: float | None, setting
     if not done:
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # else logged as not read
         call.cancel()  # not awaited: the function may ignore it
-        raise limit_error(timeout, setting)
+        raise TimeLimitError(timeout, setting)
     if call.cancelled():
         raise RuntimeError("CancelledError")
     return call.result()
@@ -128,7 +141,7 @@ def interrupted(function: Callable[[], T], timeout: float, setting: str = "") ->
         setting: name of the limit for the user, in the error.
 
     Raises:
-        TimeoutError: the function was interrupted.
+        TimeLimitError: the function was interrupted.
     """
     running = True
 
@@ -147,7 +160,7 @@ def interrupted(function: Callable[[], T], timeout: float, setting: str = "") ->
         finally:
             running = False  # a signal before this line raises, and is caught below
     except _TimeLimitReached:
-        raise limit_error(timeout, setting) from None
+        raise TimeLimitError(timeout, setting) from None
     finally:
         timer.cancel()
         timer.join()  # a signal that is being sent arrives before the handler is replaced
@@ -155,7 +168,10 @@ def interrupted(function: Callable[[], T], timeout: float, setting: str = "") ->
 
 
 class EventLoop:
-    """Event loop in a daemon thread.
+    """Event loop in a daemon thread, which starts with the first coroutine.
+
+    Clients, locks and queues of the user belong to the loop that they are first used in, so that one loop
+    serves a whole run. Its thread has the gradient mode in which the newest coroutine was submitted.
 
     Args:
         name: of the thread.
@@ -167,36 +183,41 @@ class EventLoop:
         name: str,
         closed_error: Callable[[], Exception] = lambda: RuntimeError("the event loop was closed"),
     ) -> None:
-        self.closed_error, self.closed, self._is_stopped = closed_error, False, False
-        self._loop = asyncio.new_event_loop()
-        start_thread(self._run, name)
+        self.name, self.closed_error, self.closed, self._is_stopped = name, closed_error, False, False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Schedule a coroutine; returns its future for other threads."""
         if self.closed:
             coroutine.close()
             raise self.closed_error()
-        return asyncio.run_coroutine_threadsafe(self._until_closed(coroutine), self._loop)
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            start_thread(functools.partial(self._run, self._loop), self.name)
+        grad = torch.is_grad_enabled()
+        return asyncio.run_coroutine_threadsafe(self._until_closed(coroutine, grad), self._loop)
 
-    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the thread of the loop."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+    def abandon(self) -> None:
+        """Leave a loop that a function blocks: later coroutines get a new one."""
+        self._loop = None
 
     def close(self, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancel all coroutines, then run ``finish`` and end the loop, in its thread."""
         if not self.closed:
             self.closed = True
-            asyncio.run_coroutine_threadsafe(self._stop(finish), self._loop)
+            if self._loop is not None:
+                asyncio.run_coroutine_threadsafe(self._stop(finish), self._loop)
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._is_stopped:
             try:
-                self._loop.run_forever()
+                loop.run_forever()
             except BaseException:  # SystemExit in a task that a function of the user started
-                logger.exception("a task in the event loop %r raised", threading.current_thread().name)
-        self._loop.close()
+                logger.exception("a task in the event loop %r raised", self.name)
+        loop.close()
 
-    async def _until_closed(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _until_closed(self, coroutine: Coroutine[Any, Any, T], grad: bool) -> T:
+        torch.set_grad_enabled(grad)
         try:
             return await coroutine
         except asyncio.CancelledError:
@@ -212,7 +233,184 @@ class EventLoop:
         try:
             if finish is not None:
                 await finish()
-            await self._loop.shutdown_asyncgens()
+            await asyncio.get_running_loop().shutdown_asyncgens()
         finally:
             self._is_stopped = True
-            self._loop.stop()
+            asyncio.get_running_loop().stop()
+
+
+def thread_safe(function: F) -> F:
+    """Decorate a sync tool, or a sync method of an environment, whose calls may run concurrently in threads.
+
+    >>> @thread_safe
+    ... def search(query: str) -> str: ...
+    """
+    setattr(function, _MARKER, True)
+    return function
+
+
+def is_concurrent(function: Callable[..., object]) -> bool:
+    """Return True for async functions and those marked with :func:`thread_safe`."""
+    return is_async(function) or getattr(_unwrapped(function), _MARKER, False) is True
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One call.
+
+    function: without arguments.
+    owner: object whose calls must not overlap; None: none.
+    limited: the time limit applies.
+    """
+
+    function: Callable[[], Any]
+    owner: object = None
+    limited: bool = True
+
+
+class _Call(Future[Any]):
+    """Result of a call, with the owner of its :class:`Invocation`."""
+
+    def __init__(self, owner: object) -> None:
+        super().__init__()
+        self.owner = owner
+
+
+class CallExecutor:
+    """Call functions of the user.
+
+    Sync functions run in the caller's thread, one after the other, so that signals, database connections and
+    other state bound to a thread work. Async functions run concurrently in the event loop of a daemon thread,
+    functions marked with :func:`thread_safe` concurrently in threads. All executors of a run share its loop,
+    because async clients, locks and queues are bound to the loop in which they were first used.
+
+    Args:
+        timeout: seconds per call; None: no limit. A sync call in the main thread is interrupted by a signal
+            (SIGVTALRM, so that ``signal.alarm`` remains free for the function); C code that does not return
+            cannot be interrupted. Elsewhere Python cannot stop a call: it runs in a thread, keeps running
+            after the limit, and its result is discarded. Async functions are cancelled.
+        limited_by: name of the limit for the user; "": ``tool_timeout``, or ``time_limit`` without one.
+        loop: event loop of the run; None: a new one.
+        idle_limit: seconds in which at least one of the awaited calls must end. None: no limit without
+            ``timeout``, else a little more than calls with this limit can take.
+
+    Attributes:
+        unfinished: by id, owners of calls that were given up in a thread or the event loop: what such a call
+            does later, it does to an object that must not be used again.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None = None,
+        *,
+        limited_by: str = "",
+        loop: EventLoop | None = None,
+        idle_limit: float | None = None,
+    ) -> None:
+        self.timeout, self.idle_limit = timeout, idle_limit
+        self.limited_by = limited_by or ("tool_timeout" if timeout is not None else "time_limit")
+        self.loop = loop or EventLoop("groupwise-user-code")
+        self.unfinished: dict[int, object] = {}
+        self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # by event loop
+
+    def start(self, invocations: Sequence[Invocation]) -> list[Future[Any]]:
+        """Start concurrent functions in the background, then call the others in order in this thread.
+
+        Calls of one owner are sequential; they run in this thread if one of them is not concurrent.
+
+        Returns:
+            One future per invocation. Those of sync functions are done.
+        """
+        here = {id(each.owner) for each in invocations if not is_concurrent(each.function)} - {id(None)}
+        futures: list[Future[Any]] = [_Call(each.owner) for each in invocations]
+        sequences: dict[int, list[int]] = {}  # positions by owner
+        for index, each in enumerate(invocations):
+            if is_concurrent(each.function) and id(each.owner) not in here:
+                sequences.setdefault(-index - 1 if each.owner is None else id(each.owner), []).append(index)
+        for indices in sequences.values():
+            self._start_sequence([(invocations[i].function, futures[i]) for i in indices])
+        background = {index for indices in sequences.values() for index in indices}
+        for index, each in enumerate(invocations):
+            if index not in background:
+                self._call(each.function, futures[index], self.timeout if each.limited else None)
+        return futures
+
+    def run_all(self, invocations: Sequence[Invocation]) -> list[Future[Any]]:
+        """Call functions as :meth:`start` does, and wait; return their finished futures."""
+        futures = self.start(invocations)
+        while self.wait_for_next(futures):
+            pass
+        return futures
+
+    def wait_for_next(self, futures: Sequence[Future[Any]]) -> bool:
+        """Wait until one more of ``futures`` is done; return False if all are.
+
+        If none ends within ``idle_limit``, all fail. If calls have a ``timeout`` of their own, the reason is
+        an async function that blocks the event loop (``time.sleep``, ``requests``): later calls get a new
+        loop.
+        """
+        unfinished = [future for future in futures if not future.done()]
+        limit = self.idle_limit
+        if limit is None and self.timeout is not None:
+            limit = self.timeout * (1 + len(unfinished) // MAX_CONCURRENT_CALLS) + BLOCKED_MARGIN
+        if not unfinished or wait(unfinished, limit, FIRST_COMPLETED).done:
+            return bool(unfinished)
+        if self.timeout is not None:
+            logger.warning(
+                "no async call ended within %g seconds, although %s=%g: an async reward, tool or environment "
+                "blocks the event loop (time.sleep, requests); use await, or make it a sync function; the "
+                "calls fail, and later ones use a new event loop",
+                limit,
+                self.limited_by,
+                self.timeout,
+            )
+            self.loop.abandon()
+        for future in unfinished:
+            self._give_up(future, TimeLimitError(limit, self.limited_by))
+        return True
+
+    def _give_up(self, future: Future[Any], error: TimeLimitError) -> None:
+        """Fail a call that continues in the background."""
+        owner = getattr(future, "owner", None)
+        if owner is not None:
+            self.unfinished[id(owner)] = owner
+        settle(future, error=error)
+
+    def _call(self, function: Callable[[], Any], future: Future[Any], timeout: float | None) -> None:
+        """Call a function in this thread, or wait for it if it is async or cannot be interrupted here."""
+        if is_async(function) or (timeout is not None and not can_interrupt()):
+            self._start_sequence([(function, future)])
+            self.wait_for_next([future])
+            return
+        try:
+            name = getattr(_unwrapped(function), "__name__", type(function).__name__)
+            with keep_grad_mode(f"the function {name!r} of a tool or environment"):
+                result = function() if timeout is None else interrupted(function, timeout, self.limited_by)
+            future.set_result(result)
+        except BaseException as problem:
+            if is_interrupt(problem):
+                raise
+            settle(future, error=problem)
+
+    def _start_sequence(self, calls: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        async def run() -> None:
+            # One per loop: a semaphore belongs to the loop in which it first waited.
+            slots = self._slots.setdefault(
+                asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+            )
+            for function, future in calls:
+                async with slots:
+                    try:
+                        settle(future, await await_call(function, self.timeout, self.limited_by))
+                    except TimeLimitError as problem:
+                        self._give_up(future, problem)
+                    except BaseException as problem:  # SystemExit would end the event loop
+                        settle(future, error=problem)
+
+        self.loop.submit(run())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -230,6 +231,8 @@ class GRPOTrainer(
             others_rewrite = is_sharded(accelerator) or args.torch_compile
             install_cpu_training([self.model, self.reference.model], onednn_linears=not others_rewrite)
         self.rollout_func = rollout_func
+        self.event_loop = agents.executor.loop  # of tools and environments, and of rewards
+        weakref.finalize(self, self.event_loop.close)
         self.backend = make_backend(
             lambda: gatherable(accelerator, self.model_wrapped), args, self.processing_class, backend
         )
@@ -252,7 +255,8 @@ class GRPOTrainer(
             self.liger_loss = LigerLoss(self.aux_loss_enabled, head, length)
         self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
-        self.rng.seed_user_code(args.seed + args.process_index)
+        self.rng.seed(args.seed + args.process_index)
+        self.backend.generator = self.rng.generator
         self._reset_run_state(None)
 
     def check_overrides(self) -> None:

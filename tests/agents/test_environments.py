@@ -6,6 +6,7 @@ Files: ``agents/loop.py``, ``agents/tool_loop.py``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 from typing import Any
@@ -16,10 +17,10 @@ from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call
 
 from groupwise.agents import EnvironmentPool, ToolLoop, allow_image_paths
 from groupwise.agents.environments import add_observation
-from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.loop import Rollout
 from groupwise.errors import AgentError, ConfigError, RewardError
 from groupwise.rewards.runtime.calling import call_rewards
+from groupwise.threads import CallExecutor, start_thread
 
 
 class Counter:
@@ -261,16 +262,71 @@ class Leaving(Counter):
 def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
     rows = [{**question("?"), "goal": 0}, {**question("?"), "goal": goal}]
     with pytest.raises(AgentError, match=message):
-        generate_rollouts(EnvironmentPool(cls, ToolExecutor(0.05)), [["x"], ["y"]], rows)
+        generate_rollouts(EnvironmentPool(cls, CallExecutor(0.05)), [["x"], ["y"]], rows)
 
 
 def test_tool_timeout_limits_get_reward():
-    environments = EnvironmentPool(Stuck, ToolExecutor(0.05))
+    environments = EnvironmentPool(Stuck, CallExecutor(0.05))
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
     with pytest.raises(
         RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds \(tool_timeout\)"
     ):
         environments.reward_funcs()[0](**rollout.extra)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["thread", "async", "get_reward"])
+def test_an_environment_with_an_unfinished_call_is_not_used_again(kind):
+    """The call ends during the next rollout, whose environment is another one."""
+    leave, left = threading.Event(), threading.Event()
+
+    class Late(Silent):
+        def reset(self, **row: Any) -> None:
+            self.number = 0
+
+        def late(self) -> None:
+            """Write after the time limit."""
+            leave.wait(30)
+            self.number += 1000
+            left.set()
+
+        async def late_async(self) -> None:
+            """Ignore the cancellation."""
+            while not leave.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+            self.late()
+
+        def finish(self) -> None:
+            """Wait for the late call."""
+            leave.set()
+            left.wait(30)
+            self.number += 1
+
+        def get_reward(self) -> float:
+            if kind == "get_reward" and not leave.is_set():
+                self.late()
+            return float(self.number)
+
+    def rewards(name: str, limit: float) -> list[float]:
+        environments.executor.timeout = limit
+        loop = agents(tokenizer, [], environments)
+        scripts = [[call(name), "x"], ["x"]] if name else [["x"], ["x"]]
+        rollout = loop.generate_rollouts([question("?")] * 2, ScriptedBackend(tokenizer, scripts))
+        try:
+            return environments.reward_funcs()[0](**rollout.extra)
+        finally:
+            loop.end_batch()
+
+    tokenizer, environments = byte_tokenizer(), EnvironmentPool(Late, CallExecutor(30.0))
+    late = {"thread": "late", "async": "late_async", "get_reward": ""}[kind]
+    with contextlib.suppress(RewardError):  # of get_reward
+        start_thread(lambda: rewards(late, 0.05)).result(60)
+    assert not left.is_set()
+    assert start_thread(lambda: rewards("finish", 30.0)).result(60) == [1.0, 0.0]
+    assert left.is_set()
+    idle = environments.types[None].idle
+    assert len(idle) == 2 and {each.number for each in idle} == {0, 1}
 
 
 class Ledger:
@@ -300,7 +356,6 @@ def test_reset_tools_and_get_reward_share_a_thread():
     results = [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts]
     assert results == [[[(2,)], [(2,), (3,)]], [[(7,)]]]
     assert rollout.metrics["tools/failure_frequency"].value() == 0
-    # With reward_timeout, other sync reward functions run in a thread.
     called = call_rewards(environments.reward_funcs(), ["Ledger"], rollout, timeout=30.0)
     assert called.rewards_FB == [[5.0, 7.0]]
 

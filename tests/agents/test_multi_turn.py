@@ -1,6 +1,6 @@
 """MultiTurnRollouts with a scripted policy and real tools.
 
-Files: ``agents/executor.py``, ``agents/tools.py``, ``agents/trajectory.py``.
+Files: ``threads.py``, ``agents/tools.py``, ``agents/trajectory.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from PIL import Image
 from support.fakes.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
-from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.tools import ToolResult, tool_result
 from groupwise.errors import ConfigError, warn_once
 from groupwise.records import RolloutBatch, SamplingOptions
+from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.tool_calls import ToolCall
 
 
@@ -157,7 +157,7 @@ def test_a_tool_leaves_the_gradient_mode_as_it_was(caplog):
     def switch() -> None:
         torch.set_grad_enabled(False)
 
-    (future,) = ToolExecutor().start([Invocation(functools.partial(switch))])
+    (future,) = CallExecutor().start([Invocation(functools.partial(switch))])
     assert future.result() is None and torch.is_grad_enabled()
     assert (
         "function 'switch' of a tool or environment left torch.set_grad_enabled(False) behind" in caplog.text
@@ -569,7 +569,7 @@ def test_later_turns_open_a_turn_after_a_continued_message():
 
 def test_calls_fail_while_an_async_tool_blocks_the_event_loop(monkeypatch, caplog):
     """Later calls have a new event loop."""
-    monkeypatch.setattr("groupwise.agents.executor.BLOCKED_MARGIN", 0.2)
+    monkeypatch.setattr("groupwise.threads.BLOCKED_MARGIN", 0.2)
     release = threading.Event()
 
     async def blocks(a: int) -> str:
@@ -588,7 +588,7 @@ def test_calls_fail_while_an_async_tool_blocks_the_event_loop(monkeypatch, caplo
         release.set()
     results = [message["content"] for message in rollout.texts[0] if message["role"] == "tool"]
     assert results == ["{'error': 'no result within 0.3 seconds (tool_timeout)'}"] * 2 + ["4"]
-    assert "an async function blocks the event loop" in caplog.text
+    assert "blocks the event loop" in caplog.text
 
 
 def returning(value: object):
@@ -711,7 +711,7 @@ def test_a_result_of_many_megabytes_is_not_tokenized(monkeypatch):
 
 def result_of(function, **options) -> ToolResult:
     tools = ToolSet([make_tool(function)])
-    (future,) = ToolExecutor().run_all([lambda: function(1)])
+    (future,) = CallExecutor().run_all([Invocation(lambda: function(1))])
     return tool_result(ToolCall("give", {}), tools, future, images=True, **options)
 
 

@@ -60,6 +60,17 @@ def test_samples_follow_the_policy(tmp_path):
     assert probabilities.max() > 0.1  # not even, or a shuffled vocabulary would pass too
 
 
+def test_samples_depend_on_the_generator_alone(tmp_path):
+    sampler, found = backend(tmp_path, runs.policy()), []
+    for before in (1, 2):
+        sampler.generator = torch.Generator().manual_seed(5)
+        torch.manual_seed(before)
+        state = torch.get_rng_state()
+        found.append([sampler.generate(PROMPTS) for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), state)
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
 def test_every_row_has_its_own_limit(tmp_path):
     completions = backend(tmp_path, runs.policy()).generate(PROMPTS, SamplingOptions(max_tokens=[1, 2, 3, 6]))
     for completion, limit in zip(completions, [1, 2, 3, 6], strict=True):

@@ -10,13 +10,14 @@ import torch
 from support.fakes.mixin_hosts import Ranks, host
 
 from groupwise.core.advantages import AdvantageSettings, GroupRewards, nan_std, normalized_advantages
-from groupwise.errors import RewardError
+from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics, rounded_functions
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.rewards.runtime.partial import PartialReward
+from groupwise.tokenization.prompts import prompt_digest
 
 NAN = math.nan
 
@@ -29,6 +30,7 @@ def mixin(functions, rank=0, kind=RewardMixin, **settings):
         settings={**given, "multi_objective_aggregation": "sum_then_normalize", **settings},
         state="the state",
         rng=RandomState(),
+        event_loop=None,
         reward_callables=functions,
         reward_func_names=[getattr(function, "__name__", "partial") for function in functions],
         reward_weights=torch.tensor([1.0, 2.0][: len(functions)]),
@@ -49,9 +51,13 @@ def rollouts(lengths=(1, 3), **given):
 
 @pytest.fixture
 def other_rank(monkeypatch):
-    """Contribution of the other rank when rewards are gathered; by default none."""
+    """Contribution of the other rank when rewards are gathered, with this one's prompts; by default none."""
     other = []
-    monkeypatch.setattr(reward_module, "gather_object", lambda own: [*own, *other])
+
+    def gathered(own):
+        return [*own, *(each if len(each) != 2 else (*each, own[0][2]) for each in other)]
+
+    monkeypatch.setattr(reward_module, "gather_object", gathered)
     return other
 
 
@@ -114,6 +120,30 @@ def test_an_error_of_another_rank_is_raised_here_too_and_the_own_one_unchanged(o
         mixin([length]).compute_rewards(rollouts())
     with pytest.raises(RewardError, match=r"^reward function '.*' returned 0 rewards for 2 completions"):
         mixin([lambda **_: []]).compute_rewards(rollouts())
+
+
+def test_a_group_with_prompts_of_two_datasets_names_rank_and_row(other_rank):
+    """Two ranks with two rows each of one group: the last one has another prompt."""
+    prompt = (prompt_digest("same"), prompt_digest("p"))
+    batch = replace(rollouts(num_generations=4), rows=[{"prompt": "same"}] * 2)
+    other_rank.append(([[2.0, 7.0]], 5, [prompt, prompt]))
+    assert mixin([length]).compute_rewards(batch).rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0, 7.0]
+    other_rank[0] = ([[2.0, 7.0]], 5, [prompt, (prompt_digest("other"), prompt[1])])
+    with pytest.raises(TrainingError, match=r"^row 1 of rank 1 has another prompt than row 0 of rank 0"):
+        mixin([length]).compute_rewards(batch)
+
+
+def test_different_tasks_in_a_group_are_said_once(other_rank, caplog):
+    warn_once.cache_clear()
+    batch = rollouts((1, 2, 3, 4), num_generations=2)
+    batch.prompts[2] = "q"
+    batch.completions[3] = replace(batch.completions[3], dropped=True)  # of a failed reset
+    mixin([length]).compute_rewards(batch)
+    assert "different prompts" not in caplog.text
+    batch.prompts[0] = [{"role": "user", "content": "another"}]
+    for _ in range(2):
+        mixin([length]).compute_rewards(batch)
+    assert caplog.text.count("rollouts of a group have different prompts") == 1
 
 
 def test_functions_get_no_dropped_completions(other_rank):
@@ -188,8 +218,8 @@ class Early(PartialReward):
     def __init__(self):
         self.begun = []
 
-    def begin(self, part, timeout, **shared):
-        self.begun.append((part, timeout, shared))
+    def begin(self, part, executor, **shared):
+        self.begun.append((part, executor.timeout, executor.limited_by, shared))
 
 
 class OwnRewards(RewardMixin):
@@ -204,7 +234,7 @@ def test_finished_prompts_reach_the_per_sample_functions():
     start = mixin([length, early], reward_timeout=7.0).start_partial_rewards()
     part = rollouts()
     start(part)
-    assert early.begun == [(part, 7.0, {"trainer_state": "the state"})]
+    assert early.begun == [(part, 7.0, "reward_timeout", {"trainer_state": "the state"})]
     assert mixin([length]).start_partial_rewards() is None
     assert mixin([early], kind=OwnRewards).start_partial_rewards() is None
 

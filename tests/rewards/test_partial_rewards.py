@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,14 @@ from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.rewards.runtime.marking import is_per_sample_reward
 from groupwise.rewards.runtime.partial import with_partial_results
 from groupwise.sandbox import isolated
+from groupwise.threads import CallExecutor, EventLoop
 
 LONG = 60.0  # seconds after which a wait is given up; no test takes them
+LOOP = EventLoop("partial-rewards")
+
+
+def limited(timeout=None):
+    return CallExecutor(timeout, limited_by="reward_timeout", loop=LOOP)
 
 
 def part(*numbers):
@@ -37,7 +42,7 @@ def part(*numbers):
 
 
 def call(function, rollout, **settings):
-    return call_rewards([function], ["f"], rollout, **{"on_error": "raise", **settings}).rewards_FB[0]
+    return call_rewards([function], ["f"], rollout, loop=LOOP, **settings).rewards_FB[0]
 
 
 def recorded(is_async=False):
@@ -62,7 +67,7 @@ def test_rewards_of_parts_are_put_in_the_order_of_the_whole(is_async, timeout):
     function, calls = recorded(is_async)
     first, second = part(3, 4), part(5)
     for one in (second, first):
-        function.begin(one, timeout)
+        function.begin(one, limited(timeout))
     whole = RolloutBatch.concatenate([first, second])
     assert str(call(function, whole, timeout=timeout)) == "[3.0, nan, 5.0]"
     assert sorted(token for tokens in calls for token in tokens) == [3, 4, 5]
@@ -70,11 +75,11 @@ def test_rewards_of_parts_are_put_in_the_order_of_the_whole(is_async, timeout):
 
 def test_partial_results_of_other_rollouts_are_not_used():
     function, calls = recorded()
-    function.begin(part(3), None)
+    function.begin(part(3), limited())
     whole = part(3, 5)  # equal tokens, another generation
     assert call(function, whole) == [3.0, 5.0] and calls == [[3], [3, 5]]
     begun = part(3)
-    function.begin(begun, None)
+    function.begin(begun, limited())
     assert call(function, RolloutBatch.concatenate([begun, part(5)])) == [3.0, 5.0]
     assert calls[2:] == [[3], [3, 5]]
 
@@ -91,14 +96,14 @@ def test_partial_results_of_other_rollouts_are_not_used():
 def test_a_changed_rollout_is_rewarded_again(changed):
     function, calls = recorded()
     first = part(3, 5)
-    function.begin(first, None)
+    function.begin(first, limited())
     assert call(function, changed(first)) == [3.0, 5.0] and len(calls) == 2
 
 
 def test_rows_are_matched_by_id_and_not_by_identity():
     function, calls = recorded()
-    function.begin(replace(part(3, 5), row_ids=[2, 0]), None)
-    function.begin(replace(part(6), row_ids=[1]), None)
+    function.begin(replace(part(3, 5), row_ids=[2, 0]), limited())
+    function.begin(replace(part(6), row_ids=[1]), limited())
     assert call(function, replace(part(5, 6, 3), row_ids=range(3))) == [
         5.0,
         6.0,
@@ -138,7 +143,7 @@ def test_a_failed_partial_call_is_repeated_on_the_complete_batch():
         function = with_partial_results(fails_at_five)
         first, second = part(3), part(5)
         for one in (first, second) if begun else ():
-            function.begin(one, None)
+            function.begin(one, limited())
         with pytest.raises(RewardError) as caught:
             call(function, RolloutBatch.concatenate([first, second]))
         messages.append(str(caught.value))
@@ -158,7 +163,7 @@ def test_logs_of_parts_become_those_of_the_whole():
     function = with_partial_results(logs)
     first, second = part(3, 4), part(5, 6)
     for one in (second, first):
-        function.begin(one, None)
+        function.begin(one, limited())
     columns, metrics = {}, []
     log = {"log_extra": columns.__setitem__, "log_metric": lambda *entry: metrics.append(entry)}
     call(function, RolloutBatch.concatenate([first, second]), **log)
@@ -178,10 +183,10 @@ def test_async_partial_calls_do_not_overlap_and_are_merged():
 
     function = with_partial_results(judge)
     parts = [part(3), part(4), part(5)]
-    function.begin(parts[0], None)
+    function.begin(parts[0], limited())
     assert entered.wait(LONG)
     for one in parts[1:]:
-        function.begin(one, None)
+        function.begin(one, limited())
     leave.set()
     assert call(function, RolloutBatch.concatenate(parts)) == [0.0] * 3
     assert calls == [[3], [4, 5]]
@@ -195,7 +200,7 @@ def test_an_async_function_that_is_cancelled_is_not_waited_for():
 
     function = with_partial_results(leaves)
     first, second = part(3), part(4)
-    function.begin(first, None)
+    function.begin(first, limited())
     assert call(function, RolloutBatch.concatenate([first, second]), timeout=LONG) == [1.0, 1.0]
 
 
@@ -209,14 +214,11 @@ def test_a_function_can_be_called_again_after_a_timeout():
 
     function = with_partial_results(judge)
     first, second = part(3), part(4)
-    function.begin(first, None)
-    threads, end = threading.active_count(), time.monotonic() + LONG
-    with pytest.raises(RewardError, match=r"took longer than reward_timeout=0\.1 seconds"):
+    function.begin(first, limited())
+    with pytest.raises(RewardError, match=r"within 0\.1 seconds \(reward_timeout\)"):
         call(function, first, timeout=0.1)
-    while threading.active_count() > threads and time.monotonic() < end:  # its thread is gone
-        time.sleep(0.01)
     leave.set()
-    function.begin(second, None)
+    function.begin(second, limited())
     assert call(function, second, timeout=LONG) == [4.0]
 
 

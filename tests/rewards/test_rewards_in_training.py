@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import gc
+import json
 import math
 import re
+import signal
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import torch
+from support.resume_runs import make_trainer
 from support.runs import chats, count_reward, generate, policy, prompts, tokenizer, trainer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -144,7 +150,7 @@ def test_a_reward_that_takes_too_long_is_reported(tmp_path):
     def slow(**_):
         time.sleep(0.5)
 
-    with pytest.raises(RewardError, match=r"'slow' took longer than reward_timeout=0\.1 seconds"):
+    with pytest.raises(RewardError, match=r"'slow' raised .*within 0\.1 seconds \(reward_timeout\)"):
         first_batch(trainer(tmp_path, slow, reward_timeout=0.1))
 
 
@@ -455,3 +461,172 @@ def test_the_callers_objects_stay_as_they_were(tmp_path):
     run.train()
     assert kwargs == {"dtype": "float32"} and len(functions) == 1
     assert dataset.to_dict() == prompts().to_dict()
+
+
+# One event loop per trainer.
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A judge behind HTTP/1.1, whose connections stay open; replies to OpenAI's clients too."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": "0.5"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        head = {"id": "1", "object": "chat.completion", "created": 0, "model": "judge"}
+        body = json.dumps({**head, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def judge():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def asks_httpx(url):
+    client = pytest.importorskip("httpx").AsyncClient(trust_env=False)
+
+    async def ask(text):
+        return (await client.post(url, json={"text": text})).json()["choices"][0]["message"]["content"]
+
+    return ask
+
+
+def asks_openai(url):
+    http = pytest.importorskip("httpx").AsyncClient(trust_env=False)
+    client = pytest.importorskip("openai").AsyncOpenAI(
+        base_url=url, api_key="none", http_client=http, max_retries=0
+    )
+
+    async def ask(text):
+        given = [{"role": "user", "content": text or "-"}]
+        answer = await client.chat.completions.create(model="judge", messages=given)
+        return answer.choices[0].message.content
+
+    return ask
+
+
+def asks_aiohttp(url):
+    aiohttp, sessions = pytest.importorskip("aiohttp"), []
+
+    async def ask(text):
+        if not sessions:
+            sessions.append(aiohttp.ClientSession())
+        async with sessions[0].post(url, json={"text": text}) as response:
+            return (await response.json())["choices"][0]["message"]["content"]
+
+    return ask
+
+
+def asks_a_worker(url):
+    """A queue and the task that serves it, both made by the first call."""
+    made = []
+
+    async def work(queue):
+        while True:
+            (await queue.get()).set_result("0.5")
+
+    async def ask(text):
+        if not made:
+            queue = asyncio.Queue()
+            made.extend([queue, asyncio.create_task(work(queue))])
+        reply = asyncio.get_running_loop().create_future()
+        made[0].put_nowait(reply)
+        return await asyncio.wait_for(reply, 20)
+
+    return ask
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("asks", "timeout"),
+    [(asks_httpx, None), (asks_openai, 60.0), (asks_aiohttp, 60.0), (asks_a_worker, None)],
+)
+def test_a_client_serves_all_rewards_of_all_steps(tmp_path, judge, asks, timeout):
+    """Two rewards share it and a semaphore of one slot; one of them also scores an evaluation."""
+    ask, slot, calls = asks(judge), asyncio.Semaphore(1), []
+
+    async def first(completions, trainer_state, **_):
+        calls.append(trainer_state.global_step)
+        async with slot:
+            return [float(await ask(text)) for text in completions]
+
+    async def second(completions, **_):
+        async with slot:
+            return [float(len(text) % 3) + float(await ask(text)) for text in completions]
+
+    run = make_trainer(
+        tmp_path,
+        reward_funcs=[first, second],
+        max_steps=3,
+        save_strategy="no",
+        reward_timeout=timeout,
+    )
+    assert run.evaluate()["eval_rewards/first/mean"] == 0.5
+    run.train()
+    assert calls[-3:] == [0, 1, 2]
+    assert [log["rewards/first/mean"] for log in run.state.log_history if "loss" in log] == [0.5] * 3
+
+
+def test_the_event_loop_ends_with_its_trainer(tmp_path):
+    ended = threading.Event()
+
+    async def forever():
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.set()
+
+    tasks = []
+
+    async def reward(completions, **_):
+        tasks.append(asyncio.create_task(forever()))
+        return [float(len(text)) for text in completions]
+
+    run = make_trainer(tmp_path, reward_funcs=reward, max_steps=1, save_strategy="no")
+    run.train()
+    assert not ended.is_set()
+    del run
+    gc.collect()
+    assert ended.wait(20)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="POSIX timers")
+def test_a_reward_may_limit_its_own_time_within_reward_timeout(tmp_path):
+    """As math-verify does, by ``signal.alarm``: its handler runs in the main thread."""
+
+    class TooLong(Exception):
+        pass
+
+    def expire(*_):
+        raise TooLong
+
+    def limited(completions, **_):
+        previous = signal.signal(signal.SIGALRM, expire)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(60)
+        except TooLong:
+            return [float(len(text)) for text in completions]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+
+    run = make_trainer(tmp_path, reward_funcs=limited, max_steps=1, save_strategy="no", reward_timeout=60.0)
+    run.train()
+    assert run.state.log_history[0]["rewards/limited/mean"] > 0

@@ -9,12 +9,12 @@ from groupwise.agents.environment_driven import (
     RolloutEnvironment,
 )
 from groupwise.agents.environments import EnvironmentPool
-from groupwise.agents.executor import thread_safe
 from groupwise.agents.loop import AgentLoop, ChatResponse
 from groupwise.agents.multi_turn import MultiTurnRollouts
 from groupwise.agents.tool_loop import ToolLoop
 from groupwise.agents.tools import Tool, ToolSet, allow_image_paths, make_tool
 from groupwise.agents.trajectory import Trajectory
+from groupwise.threads import thread_safe
 from groupwise.tokenization.rendering import Renderer
 
 __all__ = [

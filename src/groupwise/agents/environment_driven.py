@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.loop import AgentLoop, ChatResponse, Rollout, Steps, TurnRequest
 from groupwise.errors import AgentError, boundary
 from groupwise.records import copied
-from groupwise.threads import settle
+from groupwise.threads import CallExecutor, settle
 from groupwise.tokenization.prompts import Message
 from groupwise.tokenization.text import replace_surrogates
 from groupwise.tokenization.tool_calls import ToolSchema
@@ -52,7 +51,7 @@ class EnvironmentLoop(AgentLoop):
 
     def __init__(self, environment: RolloutEnvironment) -> None:
         self.environment = environment
-        self.executor = ToolExecutor(idle_limit=environment.time_limit)
+        self.executor = CallExecutor(idle_limit=environment.time_limit)
         self.uses_tools = getattr(environment, "uses_tools", False)
 
     @property
@@ -86,7 +85,7 @@ class EnvironmentLoop(AgentLoop):
             except BaseException as problem:  # SystemExit would end the event loop
                 settle(event, error=problem)
 
-        task = self.executor.submit(run())
+        task = self.executor.loop.submit(run())
         try:
             while True:
                 yield [event]
@@ -101,7 +100,7 @@ class EnvironmentLoop(AgentLoop):
                     answer = yield outcome  # None: no token remains for the turn
                 except Exception as problem:
                     error = problem
-                self.executor.call_soon(settle, reply, answer, None if answer else error)
+                reply.get_loop().call_soon_threadsafe(settle, reply, answer, None if answer else error)
         finally:
             task.cancel()
         if rollout.trajectory is None:

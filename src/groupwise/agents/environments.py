@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from torch.utils.data import Dataset
 
-from groupwise.agents.executor import ToolExecutor
 from groupwise.agents.loop import AgentLoop
 from groupwise.agents.tools import Content, Tool, make_tool, may_open_images
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
+from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.prompts import Message, Prompt, is_conversational
 from groupwise.tokenization.text import content_blocks, content_text, is_content_blocks
 from groupwise.tokenization.tool_calls import ToolSchema
@@ -107,9 +107,9 @@ class EnvironmentPool:
     def __init__(
         self,
         factory: EnvironmentFactory | Mapping[str, EnvironmentFactory],
-        executor: ToolExecutor | None = None,
+        executor: CallExecutor | None = None,
     ) -> None:
-        self.executor = executor or ToolExecutor()
+        self.executor = executor or CallExecutor()
         self.is_routed = isinstance(factory, Mapping)
         factories: dict[Any, EnvironmentFactory] = (
             dict(factory) if isinstance(factory, Mapping) else {None: factory}
@@ -149,10 +149,11 @@ class EnvironmentPool:
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Let later batches reset the instances of these slots."""
+        """Let later batches reset the instances of these slots, but not one with an unfinished call."""
         for slot in slots:
             if slot.instance is not None:
-                slot.environment_type.idle.append(slot.instance)
+                if self.executor.unfinished.pop(id(slot.instance), None) is None:
+                    slot.environment_type.idle.append(slot.instance)
                 slot.instance = None  # slots may be released twice
 
 
@@ -201,7 +202,7 @@ def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., 
     def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
         own: dict[int, Any] = {i: each for i, each in enumerate(environments) if type(each) is cls}
         missing = [each for each in own.values() if id(each) not in pool.rewards]
-        called = pool.executor.run_all([environment.get_reward for environment in missing])
+        called = pool.executor.run_all([Invocation(each.get_reward, each) for each in missing])
         futures = pool.rewards | dict(zip(map(id, missing), called, strict=True))
         rewards: list[float | None] = [None] * len(environments)
         for index, environment in own.items():

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.tools import Tool, ToolResult
 from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Metrics
 from groupwise.errors import AgentError
 from groupwise.records.images import ImageInputs
+from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.prompts import Message, Prompt
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
 
@@ -107,7 +107,7 @@ class AgentLoop(ABC):
             no prompts.
     """
 
-    executor: ToolExecutor
+    executor: CallExecutor
     all_tools: Sequence[Tool] = ()
     is_multi_turn: bool = True
     has_later_turns: bool = True

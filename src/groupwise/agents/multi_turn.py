@@ -21,7 +21,6 @@ from typing import Any, cast
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from groupwise.agents.executor import Invocation
 from groupwise.agents.loop import AgentLoop, ChatResponse, Rollout, TurnRequest
 from groupwise.agents.trajectory import Trajectory
 from groupwise.config.grpo_config import GRPOConfig
@@ -33,6 +32,7 @@ from groupwise.generation.base import GenerationBackend, check_images, json_dict
 from groupwise.random_state import get_state, set_state
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 from groupwise.records.images import ImageInputs
+from groupwise.threads import Invocation
 from groupwise.tokenization.images import encode_prompt, is_processor, row_images
 from groupwise.tokenization.prompts import (
     Message,

@@ -17,13 +17,13 @@ from groupwise.agents.environments import (
     check_observation,
     empty_prompt,
 )
-from groupwise.agents.executor import Invocation, ToolExecutor
 from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest
 from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, make_tool, tool_result
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError, boundary
 from groupwise.records import RolloutFunction, copied
+from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.images import insert_images
 from groupwise.tokenization.prompts import Message, Prompt, is_conversational, with_text_content
 from groupwise.tokenization.tool_calls import ToolCall
@@ -51,13 +51,13 @@ class ToolLoop(AgentLoop):
         self,
         tools: Sequence[Tool] = (),
         pool: EnvironmentPool | None = None,
-        executor: ToolExecutor | None = None,
+        executor: CallExecutor | None = None,
         *,
         max_iterations: int | None = None,
         scores_rollouts: bool = False,
     ) -> None:
         self.tools, self.pool = list(tools), pool
-        self.executor = executor or (ToolExecutor() if pool is None else pool.executor)
+        self.executor = executor or (CallExecutor() if pool is None else pool.executor)
         self.max_iterations, self.scores_rollouts = max_iterations, scores_rollouts
         self.is_multi_turn = bool(tools) or pool is not None
         self.provides_tasks = pool is not None
@@ -99,7 +99,8 @@ class ToolLoop(AgentLoop):
             if slot.instance is None:
                 slot.instance = kind.create()
             environment = rollout.columns["environments"] = slot.instance
-            (reset,) = yield [Invocation(functools.partial(environment.reset, **copied(slot.columns)))]
+            call = functools.partial(environment.reset, **copied(slot.columns))
+            (reset,) = yield [Invocation(call, environment)]
             with boundary(
                 AgentError, f"{kind.title}, method 'reset'", sample=rollout.index, row=slot.columns
             ):
@@ -108,7 +109,7 @@ class ToolLoop(AgentLoop):
             rollout.prompt = add_observation(rollout.prompt, observation)
             yield from self._alternate(rollout, ToolSet([*self.tools, *kind.tools(environment)]))
             if self.scores_rollouts and kind.has_reward:
-                (reward,) = yield [Invocation(environment.get_reward)]
+                (reward,) = yield [Invocation(environment.get_reward, environment)]
                 self.pool.rewards[id(environment)] = reward
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
@@ -211,7 +212,7 @@ def make_agent_loop(
                 "calls its tools itself; drop tools"
             )
         return EnvironmentLoop(cast(RolloutEnvironment, environment_factory))
-    executor = ToolExecutor(config.tool_timeout)
+    executor = CallExecutor(config.tool_timeout)
     factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory] | None", environment_factory)
     common = [make_tool(tool) for tool in tools or []]
     return ToolLoop(

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from transformers.utils import get_json_schema
 
-from groupwise.agents.executor import Invocation
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
+from groupwise.threads import Invocation
 from groupwise.tokenization.images import is_image_object, load_blocks
 from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema

@@ -12,7 +12,7 @@ import torch
 from groupwise.errors import BackendError
 
 
-def multinomial(probabilities_RV: torch.Tensor) -> torch.Tensor:
+def multinomial(probabilities_RV: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Sample one token per row: a block of the vocabulary first, then a token of the block.
 
     ``torch.multinomial`` draws a random number per token of the vocabulary, sequentially on a CPU: a quarter
@@ -32,16 +32,16 @@ def multinomial(probabilities_RV: torch.Tensor) -> torch.Tensor:
         raise BackendError(
             "the policy's logits are NaN or infinite, so no token can be sampled; check its weights"
         )
-    block_R = _inverse_cdf(sums_RN)
+    block_R = _inverse_cdf(sums_RN, generator)
     rows_R = torch.arange(len(block_R), device=block_R.device)
-    return block_R * size + _inverse_cdf(blocks_RNW[rows_R, block_R])
+    return block_R * size + _inverse_cdf(blocks_RNW[rows_R, block_R], generator)
 
 
-def _inverse_cdf(weights_RN: torch.Tensor) -> torch.Tensor:
+def _inverse_cdf(weights_RN: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Sample an index per row, in proportion to its weights, from one uniform random number per row: (R,)."""
     sums_RN = weights_RN.cumsum(-1, dtype=torch.float64)
     total_R1 = sums_RN[:, -1:]
-    uniform_R1 = torch.rand_like(total_R1) * total_R1
+    uniform_R1 = torch.rand(total_R1.shape, dtype=total_R1.dtype, generator=generator) * total_R1
     # Rounding may give the total itself, which would be past the last index. With right=True an index of
     # weight zero is never the first whose cumulative sum exceeds the number.
     below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, product, zip_longest
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from transformers.trainer_utils import IntervalStrategy
@@ -18,7 +19,7 @@ from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import text_config
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
-from groupwise.tokenization.prompts import Prompt
+from groupwise.tokenization.prompts import Prompt, prompt_digest
 from groupwise.tokenization.text import ProcessingClass, text_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def prepare_data(
 
     Raises:
         ConfigError: naming the dataset with two image columns, or with one and no processor; or the row whose
-            prompt is missing, empty, too long or cannot be rendered to tokens.
+            prompt is missing, empty, too long or cannot be rendered to tokens; or ranks have different data.
     """
     context = context_length(model, config)
     num_embeddings = getattr(text_config(model, config), "vocab_size", None)
@@ -150,6 +151,8 @@ def prepare_data(
     evaluated = named_datasets(None, eval_dataset).items()
     limit = config.eval_max_samples
     eval_datasets = [(dataset, checked_rows(dataset, check(name), limit)) for name, dataset in evaluated]
+    if config.world_size > 1:
+        check_ranks(named_datasets(train_dataset, eval_dataset), limit)
     return PreparedData(train_dataset, eval_datasets, check)
 
 
@@ -180,6 +183,32 @@ def checked_rows(dataset: Any, check: PromptCheck, max_rows: int | None = None) 
     for index, prompt in enumerate(islice(prompts, max_rows)):
         check.check_prompt(prompt, index)
     return dataset
+
+
+def check_ranks(datasets: dict[str, Any], max_eval_rows: int | None = None) -> None:
+    """Check that all ranks have the same prompts in the same order, of datasets in memory. A collective.
+
+    Raises:
+        ConfigError: on all ranks, naming dataset, rank and the first row that differs from rank 0.
+    """
+    own: dict[str, list[int]] = {}
+    for name, dataset in datasets.items():
+        prompts = None if is_streaming(dataset) else known_prompts(dataset)
+        limit = None if name == "train_dataset" else max_eval_rows
+        own[name] = [prompt_digest(prompt) for prompt in islice(prompts or (), limit)]
+    # Of each dataset one number; rows only if a dataset differs.
+    if len({str(each) for each in gather_object([{n: prompt_digest(rows) for n, rows in own.items()}])}) == 1:
+        return
+    ranks = gather_object([own])
+    for rank, name in product(range(1, len(ranks)), dict.fromkeys(chain(*ranks))):
+        first, other = (of_rank.get(name, []) for of_rank in (ranks[0], ranks[rank]))
+        row = next((row for row, (one, two) in enumerate(zip_longest(first, other)) if one != two), None)
+        if row is not None:
+            raise ConfigError(
+                f"{name} is not the same on all ranks: row {row} of rank {rank} ({len(other)} rows) is not "
+                f"that of rank 0 ({len(first)} rows); every rank needs the same rows in the same order: give "
+                "shuffle() a seed, and do not split the data by rank"
+            )
 
 
 class CheckedRows(Dataset[Row]):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -33,12 +34,14 @@ class GenerationBackend(ABC):
         end_tokens: token ids that end a completion.
         version: optimizer step of the weights it samples from; None forces the next ``sync_weights``.
         context_length: maximum number of prompt and completion tokens; None: the model's own limit.
+        generator: random numbers of the samples that this process draws; None: torch's global generator.
         supports_images: ``SamplingOptions.images`` is respected; prompts with images are refused otherwise.
     """
 
     end_tokens: frozenset[int]
     version: int | None = None
     context_length: int | None = None
+    generator: torch.Generator | None = None
     supports_images: bool = False
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from groupwise.policy.introspection import (
     has_prompt_learning,
     without_router_logits,
 )
+from groupwise.random_state import seeded_from
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.text import text_tokenizer
 
@@ -67,7 +69,8 @@ class ContinuousBatchingBackend(TransformersBackend):
                 "sharded parameters (ZeRO-3, FSDP); set use_transformers_continuous_batching=False"
             )
         config = self.config_of(sampling)
-        with evaluation_mode(model), without_attention_hook(model), without_router_logits(model):
+        draws = nullcontext() if self.generator is None else seeded_from(self.generator)
+        with evaluation_mode(model), without_attention_hook(model), without_router_logits(model), draws:
             outputs = model.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=config,

@@ -146,6 +146,7 @@ class RowSampler:
     Args:
         processors, criteria, config: those of ``generate``.
         recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
+        generator: random numbers of the samples; None: torch's global generator.
 
     Raises:
         ForeignProcessorError: a processor or criterion is not one that the settings create.
@@ -157,12 +158,14 @@ class RowSampler:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         recorder: SamplingMaskRecorder | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         for part in (*processors, *criteria):
             stock = type(part).__module__.startswith("transformers.")
             if type(part).__name__ not in ROW_PROCESSORS or not stock:
                 raise ForeignProcessorError(type(part).__qualname__)
         self.processors, self.criteria, self.recorder = processors, criteria, recorder
+        self.generator = generator
         self.do_sample, self.pad = config.do_sample, config.pad_token_id
         self.index_R: torch.Tensor  # completion of each row in the batch
         self.running_R: torch.Tensor
@@ -178,7 +181,7 @@ class RowSampler:
         scores_RV = self.processors(tokens_RS, logits_RV)  # type: ignore[arg-type]
         if self.recorder is not None:
             self.recorder.record(scores_RV, self.index_R)
-        return sample_tokens(scores_RV, self.do_sample).where(self.running_R, self.pad)
+        return sample_tokens(scores_RV, self.do_sample, self.generator).where(self.running_R, self.pad)
 
     def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
         """Return the rows that stay in the batch, none if all have finished; None: all stay for now."""
@@ -250,14 +253,16 @@ def decode_groups(
             batch.forward()
 
 
-def sample_tokens(scores_RV: torch.Tensor, do_sample: bool) -> torch.Tensor:
+def sample_tokens(
+    scores_RV: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None
+) -> torch.Tensor:
     """Sample the next token of each row from softmax(scores), or take the most probable one: (R,)."""
     if not do_sample:
         return scores_RV.argmax(-1)
     probabilities_RV = scores_RV.softmax(-1)
     if scores_RV.device.type == "cpu":
-        return multinomial(probabilities_RV)
-    return torch.multinomial(probabilities_RV, num_samples=1).squeeze(1)
+        return multinomial(probabilities_RV, generator)
+    return torch.multinomial(probabilities_RV, num_samples=1, generator=generator).squeeze(1)
 
 
 class _Rows:

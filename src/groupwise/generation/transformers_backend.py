@@ -47,6 +47,7 @@ from groupwise.policy.introspection import (
     without_adapter,
     without_router_logits,
 )
+from groupwise.random_state import DrawnFrom
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
@@ -187,16 +188,19 @@ class TransformersBackend(GenerationBackend):
             recorder = make_recorder(model, config)  # None: nothing is truncated
             rows = prompts  # of the prefill: B
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
+            draws: Any = nullcontext() if self.generator is None else DrawnFrom(self.generator)
             if not (images or lockstep or self.stock_decoding) and can_decode_groups(model, config):
                 rows, copies = group_prompts(prompts)  # P rows, of which the loop makes B
-                make_sampler = partial(RowSampler, recorder=recorder)
+                draws = nullcontext()  # the sampler has the generator
+                make_sampler = partial(RowSampler, recorder=recorder, generator=self.generator)
                 loop = {"custom_generate": partial(decode_groups, copies=copies, make_sampler=make_sampler)}
             elif recorder is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}
             inputs = self._model_inputs(rows, images, padded, model.device)
             prompt_length = inputs["input_ids"].shape[1]  # L, padding included
-            sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
+            with draws:
+                sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
         limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
         masks = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
         return [

@@ -140,7 +140,7 @@ class BaseTrainer(Trainer):
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
         self.applied_on_resume: Collection[str] = ()  # changed settings that a callback applies
         self._digests = checkpointing.ModelDigests()
-        self.rng = RandomState()
+        self.rng = RandomState(args.device)
         self.run_directory = RunDirectory(args)
         self.recomputation = make_recomputation(args, self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(

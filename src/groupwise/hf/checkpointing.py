@@ -173,6 +173,8 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
         )
     try:
         state = load(path, EntropyControl, LeftoverGroups, EvaluatedCompletion)
+        if "samples" not in state["rng"]:
+            raise UnpicklingError("without the state of the samples")
     except UnpicklingError as error:
         raise ConfigError(
             f"checkpoint {directory!r} holds records that this version of groupwise does not have; resume "

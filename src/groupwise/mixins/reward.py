@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.distributed import rows_of_rank
-from groupwise.errors import RewardError, warn_once
+from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.metrics import check_metric_name
@@ -27,6 +27,8 @@ from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
 from groupwise.rewards.texts import RewardLog
+from groupwise.threads import CallExecutor, EventLoop
+from groupwise.tokenization.prompts import prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class RewardMixin:
     args: GRPOConfig
     state: TrainerState
     rng: RandomState
+    event_loop: EventLoop  # of all async functions of the user
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
     reward_weights: torch.Tensor
@@ -76,6 +79,7 @@ class RewardMixin:
                     names,
                     rollouts.select(kept),
                     timeout=args.reward_timeout,
+                    loop=self.event_loop,
                     on_error=args.reward_on_error,
                     completion_logprobs=completion_logprobs,
                     trainer_state=self.state,
@@ -144,9 +148,11 @@ class RewardMixin:
             return None
 
         def start(part: RolloutBatch) -> None:
+            limit = self.args.reward_timeout
+            executor = CallExecutor(limit, limited_by="reward_timeout", loop=self.event_loop)
             with self.rng.user_code():
                 for function in functions:
-                    function.begin(part, self.args.reward_timeout, trainer_state=self.state)
+                    function.begin(part, executor, trainer_state=self.state)
 
         return start
 
@@ -165,14 +171,22 @@ class RewardMixin:
         width = max(len(completion.token_ids) for completion in rollouts.completions)
         # Objects, not tensors: an outcome reward is a number, step rewards are a list of (index of the step's
         # last token, reward), and ranks may differ in which functions returned them.
-        gathered = gather_object([(rewards_FB, width) if failure is None else str(failure)])
+        digests_B2 = [
+            (prompt_digest(row.get("prompt")), None if completion.dropped else prompt_digest(prompt))
+            for row, prompt, completion in zip(
+                rollouts.rows, rollouts.prompts, rollouts.completions, strict=True
+            )
+        ]
+        gathered = gather_object([(rewards_FB, width, digests_B2) if failure is None else str(failure)])
         if failure is not None:
             raise failure
         failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
         if failed:
             raise RewardError("; ".join(failed))
+        digests_N2 = [pair for _, _, part in gathered for pair in part][: rollouts.num_valid]
+        check_groups(digests_N2, rollouts.num_generations, len(rollouts))
         columns = [  # F columns of N rewards: per function those of rank 0, then of rank 1, without padding
-            [reward for part, _ in gathered for reward in part[i]][: rollouts.num_valid]
+            [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
             for i in range(len(rewards_FB))
         ]
         stepwise = [i for i, c in enumerate(columns) if any(isinstance(reward, list) for reward in c)]
@@ -197,8 +211,39 @@ class RewardMixin:
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
-            num_tokens=max(width for _, width in gathered),  # T of the longest completion of all ranks
+            num_tokens=max(width for _, width, _ in gathered),  # T of the longest completion of all ranks
         )
+
+
+def check_groups(
+    digests_N2: Sequence[tuple[int, int | None]], num_generations: int, rows_per_rank: int
+) -> None:
+    """Check that the completions of a group have one prompt, from digests of all ranks.
+
+    Args:
+        digests_N2: of the prompt in the dataset, and of the prompt in the rollout; None: it is dropped.
+
+    Raises:
+        TrainingError: the ranks read different data.
+    """
+    for first in range(0, len(digests_N2), num_generations):
+        group = digests_N2[first : first + num_generations]
+        rank = first // rows_per_rank
+        for row, (given, _) in enumerate(group, start=first):
+            if given != group[0][0] and row // rows_per_rank != rank:
+                raise TrainingError(
+                    f"row {row % rows_per_rank} of rank {row // rows_per_rank} has another prompt than row "
+                    f"{first % rows_per_rank} of rank {rank}, which is of the same group: the ranks read "
+                    "different data; every rank needs the same rows in the same order (a seed for shuffle(), "
+                    "the same files)"
+                )
+        if len({prompt for _, prompt in group} - {None}) > 1:
+            warn_once(
+                logger,
+                "rollouts of a group have different prompts, although their advantages compare them: reset "
+                "of an environment, or an override of generate_rollouts, changes them; choose the task by "
+                "columns of the row, such as seed, which the group shares",
+            )
 
 
 def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[int]:

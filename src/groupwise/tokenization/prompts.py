@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -50,6 +52,12 @@ def prompts_equal(one: object, other: object) -> bool:
         return bool(one == other)
     except (ValueError, RuntimeError):
         return False
+
+
+def prompt_digest(prompt: object) -> int:
+    """Return a number that is equal on all ranks for equal prompts; of images, the class alone counts."""
+    text = json.dumps(prompt, default=lambda value: type(value).__name__)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def tokenize_prompt(

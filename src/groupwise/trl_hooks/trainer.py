@@ -117,6 +117,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if backend is None and isinstance(self.backend, TransformersBackend):
             # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
             self.backend.stock_decoding = self.args.cache_implementation != "auto"
+        self.backend.generator = None  # as TRL: samples, shuffles and seeds of loaders share the global one
         check_settings(self.args, self.processing_class)
         self.check_overrides()  # again: now it is known whether there are tools
         #: Columns of the completions table, the newest generation batch; hooks may extend them.

@@ -15,9 +15,9 @@ from groupwise.agents import (
     ToolLoop,
     make_tool,
 )
-from groupwise.agents.executor import ToolExecutor
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
+from groupwise.threads import CallExecutor
 from support.configs import config_of
 
 #: A prefix-preserving template that renders tool schemas, and tool calls as JSON in tags.
@@ -147,7 +147,7 @@ def agents(
     loop = ToolLoop(
         [make_tool(tool) for tool in tools],
         environments,
-        ToolExecutor(config.tool_timeout) if environments is None else None,
+        CallExecutor(config.tool_timeout) if environments is None else None,
         max_iterations=config.max_tool_calling_iterations,
         scores_rollouts=max_retries is not None,
     )

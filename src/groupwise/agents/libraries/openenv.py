@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from groupwise.agents.executor import thread_safe
 from groupwise.compat.versions import check_version
 from groupwise.errors import ConfigError
+from groupwise.threads import thread_safe
 
 _OLDEST_WEBSOCKETS = "15"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach this machine

@@ -99,6 +99,7 @@ def reward_findings(
                 [name],
                 rollout,
                 timeout=trainer.args.reward_timeout,
+                loop=trainer.event_loop,
                 trainer_state=trainer.state,
                 log_extra=lambda column, values: None,
                 log_metric=lambda metric, value: None,

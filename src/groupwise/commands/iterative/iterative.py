@@ -193,6 +193,7 @@ class IterativeGRPO:
         settings, accelerator = self.iterative, self.trainer.accelerator
         # The same draws in a resumed run; the trainer restores its own random state from its checkpoint.
         set_seed(self.trainer.args.seed + iteration, device_specific=True)
+        self.trainer.rng.seed(self.trainer.args.seed + iteration + self.trainer.args.process_index)
         fresh = self._sample_examples(iteration)
         examples = with_replay(fresh, self.history, settings.replay_share, self.trainer.args.seed + iteration)
         metrics = train_reward_model(
@@ -238,6 +239,7 @@ class IterativeGRPO:
             [self.label_func],
             [name],
             rollouts,
+            loop=self.trainer.event_loop,
             trainer_state=self.trainer.state,
             log_extra=lambda *_: None,
             log_metric=lambda *_: None,

@@ -98,7 +98,6 @@ class _Part:
         self.prompts, self.copies = group_prompts(request.prompts)  # P distinct prompts of the run
         self.config = self.backend.config_of(request.sampling)
         self.recorder = make_recorder(model, self.config)  # None: nothing is truncated
-        self.random = self.backend.thread.random
         self.rows_R: torch.Tensor  # positions of its rows in the batch
         self.error: Exception | None = None
         pad = self.config.pad_token_id
@@ -118,7 +117,9 @@ class _Part:
         generation_config: GenerationConfig,
         **_: Any,
     ) -> torch.Tensor:
-        self.sampler = RowSampler(logits_processor, stopping_criteria, generation_config, self.recorder)
+        self.sampler = RowSampler(
+            logits_processor, stopping_criteria, generation_config, self.recorder, self.backend.generator
+        )
         return input_ids
 
     def completions(self, sequences: list[list[int]]) -> list[Completion] | Exception:
@@ -163,8 +164,7 @@ class _JointSampler(RowSampler):
             if not len(rows_R):
                 continue
             try:
-                with part.random():
-                    next_R[rows_R] = part.sampler.sample(tokens_RS[rows_R], logits_RV[rows_R])
+                next_R[rows_R] = part.sampler.sample(tokens_RS[rows_R], logits_RV[rows_R])
             except Exception as error:  # logits that are NaN, a processor of this run; the others go on
                 part.error, part.rows_R = error, rows_R[:0]
         return next_R

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -46,6 +47,7 @@ from groupwise.policy.loading import load_policy, load_processing_class
 from groupwise.random_state import preserved_state
 from groupwise.registry import Registry
 from groupwise.reporting.terminal import print_rich
+from groupwise.threads import EventLoop
 from groupwise.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
@@ -178,6 +180,8 @@ class Sweep:
     ) -> None:
         self.model = model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.event_loop = EventLoop("groupwise-user-code")
+        weakref.finalize(self, self.event_loop.close)
         self.runs = {
             name: SweepRun(name, args, _of_run(reward_funcs, name), _of_run(peft_config, name))
             for name, args in runs.items()
@@ -241,6 +245,7 @@ class Sweep:
             peft_config=run.peft_config,
             backend=backend,
         )
+        run.trainer.event_loop = self.event_loop  # runs may share an async reward with its client
         run.thread = TurnThread(run.name, run.train)
         if backend is not None:
             backend.thread = run.thread

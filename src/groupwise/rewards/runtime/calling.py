@@ -9,10 +9,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -20,7 +20,7 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RolloutBatch, copied
 from groupwise.rewards.process import ProcessRewardModel
-from groupwise.threads import EventLoop, await_call, is_async, start_thread
+from groupwise.threads import CallExecutor, EventLoop, Invocation, is_async
 from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 #: Reward of one completion after :func:`checked_rewards`: a number (NaN for None), or step rewards as
 #: (index of the step's last token, reward).
 Reward = float | list[tuple[int, float]]
-
-T = TypeVar("T")
 
 #: Largest magnitude of a reward: the squares of a batch of larger ones overflow in float32, their standard
 #: deviation is infinite, and every advantage is 0.
@@ -100,6 +98,7 @@ def call_rewards(
     rollouts: RolloutBatch,
     *,
     timeout: float | None = None,
+    loop: EventLoop | None = None,
     on_error: str = "raise",
     completion_logprobs: Callable[[Any], list[list[float]]] | None = None,
     **shared: object,
@@ -107,7 +106,8 @@ def call_rewards(
     """Call every reward function: async functions concurrently, the others one after the other meanwhile.
 
     Args:
-        timeout: seconds per call. Async functions are cancelled; for others see :func:`call_function`.
+        timeout: seconds per call, see :class:`CallExecutor`.
+        loop: event loop of the run; None: one of this call.
         on_error: "raise", or "none": a function that fails returns None for all completions of this call, and
             its first failure is logged as a warning.
         completion_logprobs: argument of functions with ``takes_logprobs``: maps a model, None for the policy,
@@ -127,13 +127,23 @@ def call_rewards(
             given["completion_logprobs"] = completion_logprobs
         return given
 
-    outcomes = _call_all(functions, [f"reward function {name!r}" for name in names], arguments, timeout)
+    times_F: list[list[float]] = [[] for _ in functions]
+    executor = CallExecutor(timeout, limited_by="reward_timeout", loop=loop)
+    try:
+        futures = executor.run_all(
+            [
+                reward_invocation(function, name, arguments(function), times)
+                for function, name, times in zip(functions, names, times_F, strict=True)
+            ]
+        )
+    finally:
+        if loop is None:
+            executor.loop.close()
+    now = time.monotonic()  # a call that is over its limit may not have ended
+    seconds_F = [[*times, now][1] - times[0] if times else math.nan for times in times_F]
     rewards_FB, failures = [], {}
-    for i, (name, (output, _)) in enumerate(zip(names, outcomes, strict=True)):
-        failed = isinstance(output, RewardError)
-        if failed:
-            output.args = (f"{output}{_failed_row(output.__cause__, rollouts)}",)
-        rewards = output if failed else _error_or(checked_rewards, output, name, rollouts)
+    for i, (name, future) in enumerate(zip(names, futures, strict=True)):
+        rewards = reward_result(future, name, rollouts)
         if isinstance(rewards, RewardError):
             if on_error == "raise":
                 raise rewards
@@ -144,112 +154,60 @@ def call_rewards(
                 )
             failures[i], rewards = rewards, [math.nan] * len(rollouts)
         rewards_FB.append(rewards)
-    return RewardCalls(rewards_FB, failures, [seconds for _, seconds in outcomes])
+    return RewardCalls(rewards_FB, failures, seconds_F)
 
 
 #: Names of functions whose failure was logged.
 _warned: set[str] = set()
 
 
-def _call_all(
-    functions: Sequence[Callable[..., Any]],
-    titles: Sequence[str],
-    arguments: Callable[[Callable[..., Any]], dict[str, Any]],
-    timeout: float | None,
-) -> list[tuple[Any, float]]:
-    """Return the output or error of each function, and the seconds of its call (NaN: it did not return)."""
+def reward_invocation(
+    function: Callable[..., Any], name: str, arguments: dict[str, Any], times: list[float]
+) -> Invocation:
+    """Return the call of a reward function for an executor; its errors name the function.
 
-    async def in_background(i: int, given: dict[str, Any]) -> tuple[Any, float]:
-        started = time.monotonic()
+    Functions with ``runs_in_caller_thread``, such as reward models, have no time limit, because all ranks of
+    a sharded model must finish.
+
+    Args:
+        name: that of the function in messages.
+        times: receives the times of the begin and the end of the call.
+    """
+
+    @contextmanager
+    def recorded() -> Iterator[None]:
+        times.append(time.monotonic())
         try:
-            output = await await_function(functions[i], titles[i], given, timeout)
-        except RewardError as error:
-            output = error
-        return output, time.monotonic() - started
+            with boundary(RewardError, f"reward function {name!r}"):
+                yield
+        finally:
+            times.append(time.monotonic())
 
-    outcomes: dict[int, tuple[Any, float]] = {}
-    asynchronous = [i for i, function in enumerate(functions) if is_async(function)]
-    deadline = None if timeout is None else time.monotonic() + timeout
-    # In a thread: the caller's may already run an event loop, as in notebooks.
-    loop = EventLoop("groupwise-rewards") if asynchronous else None
-    try:
-        futures = {i: loop.submit(in_background(i, arguments(functions[i]))) for i in asynchronous if loop}
-        for i, function in enumerate(functions):
-            if i not in futures:
-                started = time.monotonic()
-                output = _error_or(call_function, function, titles[i], arguments(function), timeout)
-                outcomes[i] = output, time.monotonic() - started
-        for i, future in futures.items():
-            # Again with the limit: code that blocks the event loop blocks its own time limit, too.
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            try:
-                with _time_limit(titles[i], timeout):
-                    outcomes[i] = future.result(left)
-            except RewardError as error:
-                outcomes[i] = error, math.nan
-    finally:
-        if loop is not None:
-            loop.close()
-    return [outcomes[i] for i in range(len(functions))]
-
-
-def _error_or(function: Callable[..., T], *arguments: object) -> T | RewardError:
-    try:
-        return function(*arguments)
-    except RewardError as error:
-        return error
-
-
-def call_function(
-    function: Callable[..., T], title: str, arguments: dict[str, Any], timeout: float | None
-) -> T:
-    """Call a synchronous reward function; with a timeout in a thread.
-
-    Python cannot stop a thread: after the limit the call keeps running and its result is discarded. Functions
-    with ``runs_in_caller_thread``, such as reward models, run in the caller's thread without a limit, because
-    all ranks of a sharded model must finish.
-
-    Raises:
-        RewardError: the function raised or exceeded the time limit.
-    """
-
-    def call() -> T:
-        with boundary(RewardError, title):
-            return function(**arguments)
-
-    if timeout is None or getattr(function, "runs_in_caller_thread", False):
-        return call()
-    with _time_limit(title, timeout):
-        return start_thread(call).result(timeout)
-
-
-@contextmanager
-def _time_limit(title: str, timeout: float | None) -> Iterator[None]:
-    """Name the function and the setting in the error of a call that took too long."""
-    try:
-        yield
-    except (TimeoutError, FutureTimeoutError):  # two classes before Python 3.11
-        raise RewardError(f"{title} took longer than reward_timeout={timeout} seconds") from None
-
-
-async def await_function(
-    function: Callable[..., Any], title: str, arguments: dict[str, Any], timeout: float | None
-) -> object:
-    """Await an async reward function and cancel it at the time limit.
-
-    Raises:
-        RewardError: the function raised or exceeded the time limit.
-    """
-
-    async def call() -> object:
-        with boundary(RewardError, title):
+    async def call_async() -> Any:
+        with recorded():
             return await function(**arguments)
 
+    def call() -> Any:
+        with recorded():
+            return function(**arguments)
+
+    limited = not getattr(function, "runs_in_caller_thread", False)
+    return Invocation(call_async if is_async(function) else call, limited=limited)
+
+
+def reward_result(future: Future[Any], name: str, rollouts: RolloutBatch) -> list[Reward] | RewardError:
+    """Return the checked rewards of a finished call, or its error."""
     try:
-        with _time_limit(title, timeout):
-            return await await_call(call, timeout)
-    except RuntimeError as error:
-        raise RewardError(f"{title} raised {error}") from None
+        output = future.result()
+    except Exception as error:  # of the function, or the time limit
+        named = f"reward function {name!r} raised {type(error).__name__}: {error}"
+        failure = error if isinstance(error, RewardError) else RewardError(named)
+        failure.args = (f"{failure}{_failed_row(failure.__cause__, rollouts)}",)
+        return failure
+    try:
+        return checked_rewards(output, name, rollouts)
+    except RewardError as error:
+        return error
 
 
 def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[Reward]:

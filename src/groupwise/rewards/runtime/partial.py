@@ -18,14 +18,13 @@ from typing import Any
 from groupwise.errors import RewardError
 from groupwise.records import RolloutBatch
 from groupwise.rewards.runtime.calling import (
-    await_function,
-    call_function,
-    checked_rewards,
     reward_arguments,
+    reward_invocation,
     reward_name,
+    reward_result,
 )
 from groupwise.rewards.texts import RewardLog
-from groupwise.threads import is_async, start_thread
+from groupwise.threads import CallExecutor, is_async
 from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
@@ -61,36 +60,35 @@ class PartialReward:
         self._calls: list[_PartialCall] = []
         self._failed = False
 
-    def begin(self, part: RolloutBatch, timeout: float | None, **shared: object) -> None:
-        """Call the function on a part of the next complete batch.
-
-        Args:
-            timeout: seconds for this call.
-        """
-        self._call_part(part, timeout, shared)
+    def begin(self, part: RolloutBatch, executor: CallExecutor, **shared: object) -> None:
+        """Call the function on a part of the next complete batch, with the time limit of ``executor``."""
+        if not self._failed:
+            self._record(*self._start(part, executor, shared))
 
     def __call__(self, row_ids: Sequence[int], **arguments: Any) -> object:
         rewards = self._merge(row_ids, arguments)
         return self.function(**arguments) if rewards is None else rewards
 
-    def _call_part(self, part: RolloutBatch, timeout: float | None, shared: dict[str, object]) -> None:
-        if self._failed:
-            return
+    def _start(
+        self, part: RolloutBatch, executor: CallExecutor, shared: dict[str, object]
+    ) -> tuple[RolloutBatch, RewardLog, Future[Any]]:
+        """Start a call; returns the part with the log and the future of its rewards."""
         log = RewardLog(len(part))
         logs = {"log_extra": log.log_extra, "log_metric": log.log_metric}
-        try:
-            output = self._run({**reward_arguments(part), **shared, **logs}, timeout)
-            checked = checked_rewards(output, self.__name__, part)
-        except RewardError as error:
-            logger.warning("%s, on a part of the batch; it is called again on the complete batch", error)
+        arguments = {**reward_arguments(part), **shared, **logs}
+        (future,) = executor.start([reward_invocation(self.function, self.__name__, arguments, [])])
+        return part, log, future
+
+    def _record(self, part: RolloutBatch, log: RewardLog, future: Future[Any]) -> None:
+        """Keep the rewards of a finished call."""
+        checked = reward_result(future, self.__name__, part)
+        if isinstance(checked, RewardError):
+            logger.warning("%s, on a part of the batch; it is called again on the complete batch", checked)
             self._failed = True
             return
         rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
         # The function got lists of its own: it may have changed them.
         self._calls.append(_PartialCall(part.row_ids, reward_arguments(part), rewards, log))
-
-    def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
-        return call_function(self.function, f"reward function {self.__name__!r}", arguments, timeout)
 
     def _merge(self, row_ids: Sequence[int], arguments: dict[str, Any]) -> list[Any] | None:
         """Return the partial rewards in the order of the complete batch, or None if they do not cover it."""
@@ -111,7 +109,7 @@ class PartialReward:
 
 
 class _AsyncPartialReward(PartialReward):
-    """Calls an async function on parts in one thread; parts that arrive during a call are merged into one."""
+    """Calls an async function on one part at a time; parts that arrive during a call are merged into one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -119,11 +117,11 @@ class _AsyncPartialReward(PartialReward):
         self._waiting: list[RolloutBatch] = []
         self._worker: Future[None] | None = None
 
-    def begin(self, part: RolloutBatch, timeout: float | None, **shared: object) -> None:
+    def begin(self, part: RolloutBatch, executor: CallExecutor, **shared: object) -> None:
         with self._lock:
             self._waiting.append(part)
             if self._worker is None:
-                self._worker = start_thread(lambda: self._work(timeout, shared))
+                self._worker = executor.loop.submit(self._work(executor, shared))
 
     async def __call__(self, row_ids: Sequence[int], **arguments: Any) -> object:
         with self._lock:
@@ -134,21 +132,17 @@ class _AsyncPartialReward(PartialReward):
         rewards = self._merge(row_ids, arguments)
         return await self.function(**arguments) if rewards is None else rewards
 
-    def _work(self, timeout: float | None, shared: dict[str, object]) -> None:
+    async def _work(self, executor: CallExecutor, shared: dict[str, object]) -> None:
         while True:
             with self._lock:
                 parts, self._waiting = self._waiting, []
                 if not parts:
-                    self._worker = None  # a later part starts a thread of its own
+                    self._worker = None  # a later part starts another one
                     return
-            try:
-                self._call_part(RolloutBatch.concatenate(parts), timeout, shared)
-            except BaseException:  # the call on the complete batch raises it again in the caller's thread
-                self._failed = True
-
-    def _run(self, arguments: dict[str, Any], timeout: float | None) -> object:
-        title = f"reward function {self.__name__!r}"
-        return asyncio.run(await_function(self.function, title, arguments, timeout))
+            if not self._failed:
+                started = self._start(RolloutBatch.concatenate(parts), executor, shared)
+                await asyncio.wait([asyncio.wrap_future(started[-1])])
+                self._record(*started)
 
 
 def _is_unchanged(part: dict[str, list[Any]], i: int, whole: dict[str, Any], row: int) -> bool:
