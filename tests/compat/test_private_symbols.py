@@ -7,12 +7,14 @@ Files: ``compat/accelerate.py``, ``compat/deepspeed.py``, ``compat/liger.py``, `
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import accelerate
@@ -20,6 +22,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi
+from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 from transformers import trainer as trainer_module
@@ -134,8 +137,20 @@ TRAINER_HOOKS = {
     "_load_rng_state": ["self", "checkpoint"],
 }
 
-#: Overrides with parameters of their own, those of TRL: ``Trainer`` passes what they accept.
-OWN_PARAMETERS = {"create_model_card", "train", "_get_train_sampler"}
+#: Overrides with parameters of their own, those of TRL or any: ``Trainer`` passes what they accept.
+OWN_PARAMETERS = {"create_model_card", "train", "_get_train_sampler", "push_to_hub"}
+
+
+@cache
+def needs(package: str) -> None:
+    """Skip without ``package``, or with a vLLM that does not take the installed transformers."""
+    pytest.importorskip(package)
+    if package == "vllm":
+        name = importlib.metadata.packages_distributions()["vllm"][0]
+        asked = [Requirement(each) for each in importlib.metadata.requires(name) or ()]
+        accepted = next(each.specifier for each in asked if each.name == "transformers")
+        if not accepted.contains(transformers.__version__):
+            pytest.skip(f"{name} needs transformers{accepted}, and {transformers.__version__} is installed")
 
 
 def find(module: str, path: str) -> Callable[..., Any]:
@@ -158,7 +173,7 @@ def accepts(function: Callable[..., Any], passed: list[str]) -> bool:
 
 @pytest.mark.parametrize(("module", "path", "passed"), SIGNATURES, ids=[path for _, path, _ in SIGNATURES])
 def test_a_function_takes_the_arguments_that_are_passed(module, path, passed):
-    pytest.importorskip(module.split(".")[0])
+    needs(module.split(".")[0])
     assert accepts(find(module, path), passed)
 
 
@@ -441,7 +456,7 @@ def test_liger_switches_are_boolean_arguments():
 
 @pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "ipc"])
 def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
-    pytest.importorskip("vllm")
+    needs("vllm")
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
 
     rendezvous = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
@@ -459,7 +474,7 @@ def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
 
 
 def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
-    pytest.importorskip("vllm")
+    needs("vllm")
     from functools import cached_property
 
     from vllm.distributed import weight_transfer
@@ -490,7 +505,7 @@ def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
 
 
 def test_vllm_symbols():
-    pytest.importorskip("vllm")
+    needs("vllm")
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.engine import core_client
 
@@ -509,7 +524,7 @@ def test_vllm_symbols():
 
 
 def test_dummy_weights_leave_buffers_as_they_are():
-    pytest.importorskip("vllm")
+    needs("vllm")
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
