@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 12
 
 
 class GroupwiseError(Exception):
@@ -127,7 +128,7 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
     except BaseException as cause:
         if is_interrupt(cause) or isinstance(cause, GeneratorExit):  # raised where a generator is closed
             raise
-        given = ", ".join(f"{key}={_SHORT.repr(value)}" for key, value in sample.items())
+        given = ", ".join(f"{key}={shortened(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
         raise error(f"{where} raised {type(cause).__name__}: {cause}{_own_line(cause)}") from cause
 
@@ -156,6 +157,11 @@ def log_boundary(logger: logging.Logger, name: str) -> Iterator[None]:
 def warn_once(logger: logging.Logger, message: str, *values: object) -> None:
     """Log a warning, once for each message with its values."""
     logger.warning(message, *values)
+
+
+def shortened(value: object) -> str:
+    """Return ``repr(value)`` for a message: at most 12 entries of a container, 200 characters of a string."""
+    return _SHORT.repr(value)
 
 
 def nearest_name(name: str, options: Iterable[str], cutoff: float = 0) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 
 import pytest
 
+from groupwise import GRPOConfig
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError, boundary, nearest_name
-from groupwise.rewards.runtime.calling import call_function
+from groupwise.generation.transformers_backend import warn_about_run_settings
+from groupwise.rewards.runtime.calling import reward_invocation
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_boundary_names_the_callers_line_of_an_error_in_a_library_and_none_of_it
         json.loads("{")
     own = functools.partial(nearest_name, 3, ["a"])  # no line of a user between boundary and error
     with pytest.raises(RewardError, match=r"no attribute 'lower'$"):
-        call_function(own, "f", {}, None)
+        reward_invocation(own, "f", {}, []).function()
 
 
 def test_long_samples_are_shortened():
@@ -69,3 +72,19 @@ def test_boundary_lets_results_and_interrupts_through():
 def test_stop_iteration_is_a_failure_like_any_other():
     with pytest.raises(RewardError, match="raised StopIteration"), boundary(RewardError, "f"):
         next(iter(()))
+
+
+def test_long_lists_of_the_user_are_shortened(caplog):
+    ids = list(range(24_000))
+    with caplog.at_level(logging.WARNING):
+        given = {"generation_kwargs": {"suppress_tokens": ids}, "vllm_engine_kwargs": {"a": ids}}
+        config = GRPOConfig("out", use_cpu=True, bf16=False, **given)
+        warn_about_run_settings(config)
+    assert "'suppress_tokens': [0, 1, 2" in caplog.text and "vllm_engine_kwargs={'a': [0, 1" in caplog.text
+    for loss_type, shown in (("dapo", "={'unknown': [0, 1, 2"), ("gmpo", "['unknown']=[0, 1, 2")):
+        with pytest.raises(ConfigError) as error:
+            GRPOConfig(
+                "out", use_cpu=True, bf16=False, loss_type=loss_type, loss_kwargs={"unknown": ids}, beta=ids
+            )
+        assert f"loss_kwargs{shown}" in str(error.value)
+        assert max(map(len, [*caplog.messages, str(error.value)])) < 1500

@@ -6,7 +6,9 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from groupwise.errors import BackendError
 from groupwise.generation.rollout_func import call_rollout_function
@@ -23,7 +25,21 @@ FULL = {
 
 
 def call(output: dict[str, Any], prompts: Any = CHATS) -> Any:
-    return call_rollout_function(lambda prompts, trainer: output, prompts, None, frozenset([1]))
+    return call_rollout_function(lambda prompts, trainer: output, prompts, None, frozenset([1]), 32)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.tensor, np.array, lambda rows: [[torch.tensor(v) for v in r] for r in rows]]
+)
+def test_rows_may_be_tensors_and_arrays(make):
+    given = {"prompt_ids": [[5, 6], [6, 7]], "completion_ids": [[8, 1], [8, 9]], "env_mask": [[1, 0], [0, 1]]}
+    given["logprobs"] = [[-0.5, -1.0], [-2.0, float("nan")]]
+    prompt_ids, completions, _ = call({key: make(rows) for key, rows in given.items()})
+    assert prompt_ids == given["prompt_ids"] and {type(v) for row in prompt_ids for v in row} == {int}
+    assert [c.token_ids for c in completions] == given["completion_ids"]
+    assert [c.loss_mask for c in completions] == given["env_mask"]
+    assert completions[0].logps == [-0.5, -1.0] and math.isnan(completions[1].logps[1])
+    assert [c.truncated for c in completions] == [False, True]
 
 
 def test_all_keys_of_a_rollout_function():
@@ -62,6 +78,21 @@ def test_a_rollout_function_gets_copies_of_the_messages():
         ({"env_mask": [[1, 2, 0], [1]]}, "completion 0: 'env_mask' holds 2; allowed: 1 for tokens"),
         ({"env_mask": [[1, 0], [1]]}, "completion 0: 2 values in 'env_mask' for 3 tokens"),
         ({"logprobs": [[-1.0] * 3, []]}, "completion 1: 0 values in 'logprobs' for 1 tokens"),
+        (
+            {"completion_ids": [[8, 9, 32], [8]]},
+            "completion 0: 'completion_ids' holds 32 at position 2; allowed: token ids from 0 to 31",
+        ),
+        ({"completion_ids": [[8, 9, 1], [-1]]}, "completion 1: 'completion_ids' holds -1 at position 0"),
+        (
+            {"completion_ids": [[8, 9, 1], [2**70]]},
+            "completion 1: 'completion_ids' holds 1180591620717411303424",
+        ),
+        ({"completion_ids": [[8, 9, 1], [8.5]]}, "completion 1: 'completion_ids' holds 8.5"),
+        ({"completion_ids": [[8, 9, 1], "a"]}, "completion 1: 'completion_ids' holds 'a'"),
+        ({"prompt_ids": [[5], [6, 99]]}, "completion 1: 'prompt_ids' holds 99 at position 1"),
+        ({"prompt_ids": [[5], []]}, "completion 1: 'prompt_ids' is empty"),
+        ({"logprobs": [[-1.0, "x", 0.0], [0.0]]}, "completion 0: 'logprobs' holds 'x'"),
+        ({"env_mask": torch.tensor([[1, 1, 2], [1, 0, 0]])}, "completion 0: 'env_mask' holds 2"),
         ({"score": [1.0]}, "1 entries for 'score', but there are 2 prompts"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.fakes.mixin_hosts import host
 from support.runs import tokenizer
+from transformers import PretrainedConfig
 
 from groupwise.errors import ConfigError
 from groupwise.mixins import RolloutMixin
@@ -60,6 +61,7 @@ def mixin(**attributes):
         "state": None,
         "rng": RandomState(),
     }
+    defaults["model"] = SimpleNamespace(config=PretrainedConfig(vocab_size=32))
     return host(RolloutMixin, settings=settings, **{**defaults, **attributes})
 
 

@@ -19,7 +19,7 @@ from groupwise.config.grpo_config import DerivedInt, GRPOConfig, resolve_default
 from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
-from groupwise.errors import ConfigError, warn_once
+from groupwise.errors import ConfigError, shortened, warn_once
 
 if TYPE_CHECKING:
     from groupwise.records import SamplerSettings
@@ -101,8 +101,8 @@ def checked(config: GRPOConfig, name: str, value: Any, attribute: str) -> Any:
     if setting.changes is None:
         if value != present:
             raise ConfigError(
-                f"trainer.{attribute}={value!r}: {name} is read when the trainer is built and stays "
-                f"{present!r}; build a trainer with GRPOConfig({name}={value!r}) and continue with "
+                f"trainer.{attribute}={shortened(value)}: {name} is read when the trainer is built and stays "
+                f"{present!r}; build a trainer with GRPOConfig({name}={shortened(value)}) and continue with "
                 "train(resume_from_checkpoint=…)"
             )
     elif message := setting.violation(f"trainer.{attribute}", value, present):

@@ -26,7 +26,7 @@ from groupwise.config.redact import masked
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import check
-from groupwise.errors import ConfigError, warn_once
+from groupwise.errors import ConfigError, shortened, warn_once
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -246,7 +246,7 @@ def resolve_sampling(config: GRPOFields) -> None:
         value, given = config.generation_kwargs[key], getattr(config, name)
         same = (value or 0) == (given or 0)  # None and 0 both mean off
         if not same and given != default_of(config, name):
-            warn_once(logger, f"generation_kwargs[{key!r}]={value!r} overrides {name}={given!r}")
+            warn_once(logger, f"generation_kwargs[{key!r}]={shortened(value)} overrides {name}={given!r}")
         setattr(config, name, value)
 
 

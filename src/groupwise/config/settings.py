@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any, Final, Literal, TypeVar
 
 from groupwise.config.redact import masked
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.errors import ConfigError, nearest_name, shortened
 
 Config = TypeVar("Config", bound=type)
 
@@ -51,7 +51,7 @@ class Condition:
         if value == default or self.holds(config):
             return
         shown = ", ".join(f"{other}={getattr(config, other)!r}" for other in self.reads)
-        given = f"{name}={masked(value, name)!r}" + (f" with {shown}" if shown else "")
+        given = f"{name}={shortened(masked(value, name))}" + (f" with {shown}" if shown else "")
         why = f": {self.reason}" if self.reason else f" requires {self.text}"
         nearest = self.nearest.format(c=config) or f"{name}={default!r}"
         yield violation(f"{given}{why}", self.text, nearest)
@@ -158,11 +158,13 @@ class Setting:
         hint = f"a value of {type_names(self.types)}" if missing else f"{default!r} (the default)"
         if self.unsupported and value != default:
             return violation(
-                f"{name}={value!r} is not supported: {self.unsupported}", repr(default), f"{name}={default!r}"
+                f"{name}={shortened(value)} is not supported: {self.unsupported}",
+                repr(default),
+                f"{name}={default!r}",
             )
         if self.types and not has_type(value, self.types):
             return violation(
-                f"{name}={value!r} is of type {type(value).__name__}", type_names(self.types), hint
+                f"{name}={shortened(value)} is of type {type(value).__name__}", type_names(self.types), hint
             )
         values = value if isinstance(value, list) else [value]
         if (
@@ -171,13 +173,15 @@ class Setting:
             and not (value and all(has_type(item, self.items) for item in value))
         ):
             kinds = type_names(self.items)
-            return violation(f"{name}={value!r} is no list of {kinds}", f"one {kinds} or several", hint)
+            return violation(
+                f"{name}={shortened(value)} is no list of {kinds}", f"one {kinds} or several", hint
+            )
         if any(isinstance(item, float) and not math.isfinite(item) for item in values):
             return violation(f"{name}={value} is not finite", "finite numbers", hint)
         unknown = [item for item in values if isinstance(item, str) and item not in (self.choices or (item,))]
         if unknown:
             nearest = repr(nearest_name(unknown[0], self.choices))
-            return violation(f"{name}={value!r} is unknown", self.allowed, nearest)
+            return violation(f"{name}={shortened(value)} is unknown", self.allowed, nearest)
         for number in (item for item in values if isinstance(item, int | float)):
             if not (self.ge <= number <= self.le and self.gt < number < self.lt):
                 lowest = str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"

@@ -33,7 +33,7 @@ from groupwise.config.settings import (
 )
 from groupwise.core import surrogates
 from groupwise.core.objectives import OBJECTIVES
-from groupwise.errors import nearest_name, warn_once
+from groupwise.errors import nearest_name, shortened, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,9 @@ def warnings_of(config: GRPOFields) -> list[str]:
         if value == default_of(config, name) or is_trl_default(name, value):
             continue
         if setting.ignored:
-            messages.append(f"{name}={masked(value, name)!r} is ignored: {setting.ignored}")
+            messages.append(f"{name}={shortened(masked(value, name))} is ignored: {setting.ignored}")
         elif unless is not None and not unless.holds(config):
-            messages.append(f"{name}={masked(value, name)!r} has no effect unless {unless.text}")
+            messages.append(f"{name}={shortened(masked(value, name))} has no effect unless {unless.text}")
     return messages
 
 
@@ -182,9 +182,8 @@ def loss_kwargs_of_objective(c: GRPOFields) -> Iterator[str]:
     settings = OBJECTIVES[c.loss_type].settings
     if settings is None:
         if c.loss_kwargs is not None:
-            given = (
-                f"loss_kwargs={c.loss_kwargs!r} with loss_type={c.loss_type!r}, which has no hyperparameters"
-            )
+            given = f"loss_kwargs={shortened(c.loss_kwargs)} with loss_type={c.loss_type!r}, "
+            given += "which has no hyperparameters"
             takes = [name for name, entry in OBJECTIVES.items() if entry.settings]
             yield violation(given, f"loss_type {' or '.join(takes) or 'of a registered objective'}", "None")
         return
@@ -193,20 +192,24 @@ def loss_kwargs_of_objective(c: GRPOFields) -> Iterator[str]:
     kwargs = typing.cast("dict[str, object]", c.loss_kwargs or {})
     for key, value in kwargs.items():
         if key not in fields:
-            given = f"loss_kwargs[{key!r}]={value!r} is unknown to loss_type={c.loss_type!r}"
+            given = f"loss_kwargs[{key!r}]={shortened(value)} is unknown to loss_type={c.loss_type!r}"
             yield violation(given, ", ".join(fields), repr(nearest_name(key, fields)))
         elif not has_type(value, types_of(hints[key])):
-            given = f"loss_kwargs[{key!r}]={value!r} is of type {type(value).__name__}"
+            given = f"loss_kwargs[{key!r}]={shortened(value)} is of type {type(value).__name__}"
             default, names = fields[key].default, type_names(types_of(hints[key]))
             nearest = f"a {names}" if default is dataclasses.MISSING else f"{default!r} (the default)"
             yield violation(given, names, nearest)
         elif any(number != number for number in (value if isinstance(value, list) else [value])):
-            yield violation(f"loss_kwargs[{key!r}]={value!r} is not a number", "numbers", f"a value of {key}")
+            yield violation(
+                f"loss_kwargs[{key!r}]={shortened(value)} is not a number", "numbers", f"a value of {key}"
+            )
     for key, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and key not in kwargs:
             yield violation(
-                f"loss_kwargs={c.loss_kwargs!r} lacks {key!r}", ", ".join(fields), f"a value of {key}"
+                f"loss_kwargs={shortened(c.loss_kwargs)} lacks {key!r}",
+                ", ".join(fields),
+                f"a value of {key}",
             )
 
 
@@ -332,7 +335,9 @@ def generation_kwargs_of_one_completion(c: GRPOFields) -> Iterator[str]:
     kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
     for key, value in _ONE_COMPLETION.items():
         if kwargs.get(key, value) != value:
-            given = f"generation_kwargs={{{key!r}: {kwargs[key]!r}}} changes the result of the sampler"
+            given = (
+                f"generation_kwargs={{{key!r}: {shortened(kwargs[key])}}} changes the result of the sampler"
+            )
             yield violation(given, f"{value}; num_generations sets the completions per prompt", f"no {key!r}")
 
 
@@ -341,7 +346,7 @@ def eval_generation_kwargs_are_sampler_settings(c: GRPOFields) -> Iterator[str]:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     for key, value in typing.cast("dict[str, object]", c.eval_generation_kwargs or {}).items():
         if key not in names:
-            given = f"eval_generation_kwargs={{{key!r}: {value!r}}} is not a sampler setting"
+            given = f"eval_generation_kwargs={{{key!r}: {shortened(value)}}} is not a sampler setting"
             yield violation(given, ", ".join(names), repr(nearest_name(str(key), names)))
         elif (key, value) != ("temperature", 0):  # greedy decoding, in evaluation only
             setting = dataclasses.replace(c.SETTINGS[key], types=frozenset({float}))

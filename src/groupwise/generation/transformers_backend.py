@@ -21,7 +21,7 @@ from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_setti
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, stock_linears
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError
+from groupwise.errors import BackendError, ConfigError, shortened
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
@@ -282,8 +282,8 @@ def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> Non
     if ignored:
         logger.warning(
             "settings of the model's generation config are not used, because log-probs are those of the "
-            "distribution that the run's settings describe; generation_kwargs=%r would apply them",
-            ignored,
+            "distribution that the run's settings describe; generation_kwargs=%s would apply them",
+            shortened(ignored),
         )
 
 
@@ -296,9 +296,9 @@ def warn_about_run_settings(config: GRPOConfig) -> None:
     changes = {n: value for n, value in given.items() if n in neutral and value not in (None, neutral[n])}
     if changes:
         logger.warning(
-            "completions are sampled with %r, but log-probs are those of the distribution without these "
+            "completions are sampled with %s, but log-probs are those of the distribution without these "
             "settings, which biases the importance ratio",
-            changes,
+            shortened(changes),
         )
 
 
@@ -312,8 +312,8 @@ def check_config(config: GRPOConfig) -> None:
     stop_strings = json_dict(config.generation_kwargs).get("stop_strings")
     if stop_strings is not None:
         raise ConfigError(
-            f"generation_kwargs={{'stop_strings': {stop_strings!r}}}: completions of transformers end with "
-            "an end token, not with a text; give the ids of tokens that end one, generation_kwargs="
+            f"generation_kwargs={{'stop_strings': {shortened(stop_strings)}}}: completions of transformers "
+            "end with an end token, not with a text; give the ids of tokens that end one, generation_kwargs="
             "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
         )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]

@@ -51,6 +51,7 @@ class RolloutMixin:
     backend: GenerationBackend
     rng: RandomState
     rollout_func: RolloutFunction | None
+    model: Any
     agents: MultiTurnRollouts | None
 
     def generate_rollouts(self, request: RolloutRequest) -> RolloutBatch:
@@ -198,8 +199,9 @@ class RolloutMixin:
 
     def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:
         prompts = [insert_images(row) for row in request.rows]
+        vocab_size = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 2**31)
         prompt_ids, completions, extra = call_rollout_function(
-            function, prompts, self, self.backend.end_tokens
+            function, prompts, self, self.backend.end_tokens, vocab_size
         )
         images = None
         if is_processor(self.processing_class):  # the function returns token ids alone

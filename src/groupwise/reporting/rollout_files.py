@@ -13,12 +13,14 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,12 +41,22 @@ from groupwise.reporting.table import plain_text
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 #: Folder of the files in ``output_dir``, file of the run, and version of the format.
 FOLDER, HEADER, FORMAT = "rollouts", "run.json", 1
 #: ``step-000012.rank0.pt.gz``, ``generation-000012.0.rank0.pt.gz``: the optimizer step, counted from 1.
 _FILE = re.compile(r"(step|generation)-(\d+)(?:\.(\d+))?\.rank(\d+)\.pt(\.gz)?")
-#: Keys of ``run.json`` that a replay needs.
-_KEYS = {"format", "settings", "versions", "device", "model", "adapter", "trainer", "world_size", "max_steps"}
+#: Keys of ``run.json`` that a replay reads, and the types of their values. Early files have no ``sharded``.
+_KEYS: dict[str, Any] = {
+    **dict.fromkeys(("settings", "versions", "device"), dict),
+    **dict.fromkeys(("format", "world_size", "max_steps"), int),
+    **dict.fromkeys(("model", "dtype", "attention"), str | None),
+    **{"adapter": dict | None, "trainer": list, "reward_funcs": list, "num_prompts": int | None},
+    **{"sharded": bool, "rollout_func": bool},
+}
+#: Most bytes of a file of one step when it is read.
+LIMIT_OF_RECORD = 2 * 10**9
 #: Packages whose versions decide if a step can be repeated bit by bit.
 _PACKAGES = ("groupwise", "torch", "transformers", "accelerate", "peft")
 
@@ -368,10 +380,11 @@ class Recording:
 
     Args:
         folder: folder of the files.
+        name: path in messages; default: the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self.folder, self.name = folder, name or str(folder)
 
     @cached_property
     def header(self) -> dict[str, Any]:
@@ -388,14 +401,18 @@ class Recording:
             ) from None
         except ValueError:
             raise ConfigError(f"{str(self.folder / HEADER)!r} is not JSON") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self.name!r} is damaged: {HEADER} has no mapping")
         if found.get("format") != FORMAT:
             raise ConfigError(
                 f"{str(self.folder)!r} has rollouts of format {found.get('format')}, and this version of "
                 f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
                 f"{found.get('versions', {}).get('groupwise')}"
             )
-        if missing := sorted(_KEYS - found.keys()):
+        if missing := sorted(_KEYS.keys() - found.keys() - {"sharded"}):
             raise ConfigError(f"{str(self.folder / HEADER)!r} is damaged: it has no {', '.join(missing)}")
+        if wrong := sorted(k for k in _KEYS.keys() & found.keys() if not isinstance(found[k], _KEYS[k])):
+            raise ConfigError(f"{self.name!r} is damaged: {HEADER} has other types of {', '.join(wrong)}")
         return found
 
     @property
@@ -423,41 +440,100 @@ class Recording:
 
     def step(self, step: int, rank: int = 0) -> StepRecord:
         """Read an optimizer step."""
-        values = self._read(file_name("step", step, rank))
-        return StepRecord(**{**values, "computed": [ComputedRows(**rows) for rows in values["computed"]]})
+
+        def made(values: Any) -> StepRecord:
+            computed = [ComputedRows(**rows) for rows in values["computed"]]
+            record = StepRecord(**{**values, "computed": computed})
+            return _checked(record, record.window, MicroBatch)
+
+        return self._read(file_name("step", step, rank), made)
 
     def generation(self, step: int, part: int, rank: int = 0) -> Generation:
         """Read generation batch ``part`` of an optimizer step."""
-        values = self._read(file_name("generation", step, rank, part))
-        digests, rollouts = values.pop("images"), values["rollouts"]
-        if digests is not None:
-            known = {digest: self._image(digest) for digest in set(digests)}
-            images = [
-                replace(row, arrays=known[digest])
-                for row, digest in zip(rollouts.images, digests, strict=True)
-            ]
-            values["rollouts"] = replace(rollouts, images=images)
-        return Generation(**values)
+
+        def made(values: Any) -> Generation:
+            digests, rollouts = values.pop("images"), values["rollouts"]
+            if digests is not None:
+                known = {digest: self._image(digest) for digest in set(digests)}
+                images = [
+                    replace(row, arrays=known[digest])
+                    for row, digest in zip(rollouts.images, digests, strict=True)
+                ]
+                values["rollouts"] = replace(rollouts, images=images)
+            record = Generation(**values)
+            return _checked(record, [record.rollouts, record.rewards], RolloutBatch | RewardBatch)
+
+        return self._read(file_name("generation", step, rank, part), made)
 
     def _image(self, digest: str) -> dict[str, torch.Tensor]:
-        return self._read(f"images/{digest}.pt.gz") if digest else {}
+        return self._read(f"images/{digest}.pt.gz", dict) if digest else {}
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str, made: Callable[[Any], T]) -> T:
+        """Return what ``made`` makes of the content of a file.
+
+        Raises:
+            ConfigError: the file does not exist, is damaged, or needs more memory than it may.
+        """
         path = self.folder / name
         plain = path.with_suffix("")  # of a bundle, which compresses its files itself
-        if plain.exists():
-            return load(str(plain))
         try:
-            content = path.read_bytes()
+            content = plain.read_bytes() if plain.exists() else _inflated(path.read_bytes())
+            _check_archive(content)
+            values = load(io.BytesIO(content))
+            _check_tensors(values)
+            return made(values)
+        except ConfigError:
+            raise
         except FileNotFoundError:
             raise ConfigError(
                 f"{str(path)!r} does not exist; recorded steps: {_ranges(self.steps)}"
             ) from None
-        try:
-            return load(io.BytesIO(gzip.decompress(content)))
         except Exception as error:  # of gzip, zlib, pickle, torch: what a file of other bytes leads to
+            shown = str(path) if self.name == str(self.folder) else f"{self.name}: {plain.name}"
             kind = type(error).__name__
-            raise ConfigError(f"{str(path)!r} is damaged ({kind}: {error}); replay another step") from None
+            raise ConfigError(f"{shown!r} is damaged ({kind}: {error}); replay another step") from None
+
+
+def _checked(record: T, parts: Sequence[Any], kind: Any) -> T:
+    if not all(isinstance(part, kind) for part in parts):
+        raise TypeError(f"parts of types {', '.join(sorted({type(part).__name__ for part in parts}))}")
+    return record
+
+
+def _inflated(content: bytes) -> bytes:
+    """Return the content of gzip data, at most one byte more than :data:`LIMIT_OF_RECORD`."""
+    stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    inflated = stream.decompress(content, LIMIT_OF_RECORD + 1)
+    if not stream.eof and len(inflated) <= LIMIT_OF_RECORD:
+        raise EOFError("it ends early")
+    return inflated
+
+
+def _check_archive(content: bytes) -> None:
+    """Raise ValueError unless ``torch.save``, which does not compress, may have written the bytes."""
+    if len(content) > LIMIT_OF_RECORD:
+        raise ValueError(f"it has more than {LIMIT_OF_RECORD / 1e9:.0f} GB")
+    archive = zipfile.ZipFile(io.BytesIO(content))
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("it is compressed within")
+    if sum(entry.file_size for entry in entries) > len(content):
+        raise ValueError("its parts are larger than the file")
+    pickled = (archive.read(entry) for entry in entries if entry.filename.endswith(".pkl"))
+    if any(re.search(rb"c(builtins|__builtin__)\nbytearray\n", code) for code in pickled):
+        raise ValueError("it allocates a bytearray")
+
+
+def _check_tensors(value: Any) -> None:
+    """Raise ValueError for a tensor with more elements than its storage, as after ``expand``."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"a tensor of shape {tuple(value.shape)} is larger than its values")
+    elif is_dataclass(value):
+        _check_tensors(list(vars(value).values()))
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_tensors(item)
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, shortened
 from groupwise.generation.base import GenerationBackend, json_dict
 from groupwise.tokenization.text import text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
@@ -32,7 +32,7 @@ class ReadOnlyGenerationConfig(GenerationConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
-            f"trainer.generation_config.{name}={value!r} is not read by the sampler: use "
+            f"trainer.generation_config.{name}={shortened(value)} is not read by the sampler: use "
             f"{SAMPLER_ATTRIBUTES}; for a generate call of your own, change a copy (copy.deepcopy)"
         )
 

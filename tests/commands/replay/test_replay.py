@@ -11,6 +11,7 @@ import io
 import json
 import math
 import shutil
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from support.workers.launch import run_ranks
 from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, register_objective
-from groupwise.commands.replay.bundle import LIMIT, is_replayed, write_bundle
+from groupwise.commands.replay.bundle import LIMIT, is_replayed, open_recording, write_bundle
 from groupwise.commands.replay.objective_table import objective_table
 from groupwise.commands.replay.replay import replay, replay_config
 from groupwise.core import surrogates
@@ -499,6 +500,130 @@ def test_files_of_others_are_not_unpacked(tmp_path):
     (tmp_path / "text.zip").write_text("no archive")
     with pytest.raises(ConfigError, match=r"neither the folder of a run nor a bundle"):
         replay(tmp_path / "text.zip")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, tiny) -> Path:
+    """Bundle of a run with an adapter."""
+    directory = tmp_path_factory.mktemp("sound")
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    recorded(directory, tiny(), max_steps=1, save_strategy="no", peft_config=config)
+    write_bundle(Recording(directory / FOLDER), 1, directory / "bug.zip")
+    return directory / "bug.zip"
+
+
+def changed_bundle(sound: Path, file: Path, name: str, change: Callable[[bytes], bytes]) -> Path:
+    """Copy a bundle with one of its files changed."""
+    with zipfile.ZipFile(sound) as source, zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as target:
+        for entry in source.namelist():
+            content = source.read(entry)
+            target.writestr(entry, change(content) if entry == name else content)
+    return file
+
+
+STEP = "step-000001.rank0.pt"
+
+
+def deflated(content: bytes) -> bytes:
+    """Archive of ``torch.save`` with 50 MB of zeros in each part, compressed."""
+    result = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as source,
+        zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry) + bytes(5 * 10**7 if "/data/" in entry else 0))
+    return result.getvalue()
+
+
+def overlapping(content: bytes) -> bytes:
+    """Archive whose directory has its first part a thousand times."""
+    with zipfile.ZipFile(io.BytesIO(content)) as source:
+        result = io.BytesIO(content)
+        with zipfile.ZipFile(result, "a") as target:
+            large = max(source.infolist(), key=lambda entry: entry.file_size)
+            target.filelist += [large] * 1000
+            target.writestr("archive/more", "")
+        return result.getvalue()
+
+
+def with_values(**values: Any) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        result = io.BytesIO()
+        torch.save({**load(io.BytesIO(content)), **values}, result)
+        return result.getvalue()
+
+    return change
+
+
+DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "inflates": (STEP, deflated, "it is compressed within"),
+    "overlaps": (STEP, overlapping, "its parts are larger than the file"),
+    "expanded tensor": (STEP, with_values(rng=[torch.zeros(1).expand(10**9)]), "is larger than its values"),
+    "allocates": (STEP, with_values(rng=[bytearray(8)]), "it allocates a bytearray"),
+    "truncated": (STEP, lambda content: content[:-200], "BadZipFile"),
+    "no archive": (STEP, lambda content: b"text", "BadZipFile"),
+    "another value": (STEP, with_values(window=[3]), "parts of types int"),
+    "another field": (STEP, with_values(more=1), "unexpected keyword argument 'more'"),
+    "a list": ("run.json", lambda content: b"[]", "run.json has no mapping"),
+    "types": (
+        "run.json",
+        lambda content: content.replace(b'"world_size": 1', b'"world_size": "1"'),
+        "world_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_bundle_is_named_before_it_takes_memory(case, sound, tmp_path):
+    name, change, message = DAMAGED[case]
+    bundle = changed_bundle(sound, tmp_path / "bug.zip", name, change)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError) as error, open_recording(bundle) as recording:
+            assert recording.header
+            recording.step(1)
+        assert tracemalloc.get_traced_memory()[1] < 10**8
+    finally:
+        tracemalloc.stop()
+    assert message in str(error.value) and "bug.zip" in str(error.value)
+    with open_recording(sound) as recording:
+        assert recording.step(1).step == 1
+
+
+def test_every_cut_of_a_bundle_is_an_error_that_names_it(sound, tmp_path):
+    content = sound.read_bytes()
+    for at in range(40, len(content) - 40, len(content) // 12):
+        (tmp_path / "cut.zip").write_bytes(content[:at] + bytes(30) + content[at + 30 :])
+        try:
+            with open_recording(tmp_path / "cut.zip") as recording:
+                assert recording.header
+                recording.step(1)
+        except ConfigError as error:
+            assert "cut.zip" in str(error)
+
+
+def test_a_file_of_a_folder_is_inflated_to_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.reporting.rollout_files.LIMIT_OF_RECORD", 1000)
+    (tmp_path / f"{STEP}.gz").write_bytes(gzip.compress(bytes(10**6)))
+    with pytest.raises(
+        ConfigError, match=r"step-000001\.rank0\.pt\.gz' is damaged \(ValueError: it has more than"
+    ):
+        Recording(tmp_path).step(1)
+
+
+@pytest.mark.parametrize(
+    "given", [{"megatron_core": "harm.module", "megatron_config": {"a": 1}}, {"tokenizer_kwargs": {"x": 1}}]
+)
+def test_fields_of_an_adapter_that_may_load_code_are_refused(given, sound, tiny, tmp_path):
+    def change(content: bytes) -> bytes:
+        header = json.loads(content)
+        return json.dumps({**header, "adapter": {**header["adapter"], **given}}).encode()
+
+    bundle = changed_bundle(sound, tmp_path / "bug.zip", "run.json", change)
+    with pytest.raises(ConfigError, match=rf"adapter sets .*{next(iter(given))}.*, which may load code"):
+        replay(bundle, model=tiny())
+    assert replay(sound, model=tiny()).steps
 
 
 def test_settings_of_a_bundle_load_no_code(tmp_path):

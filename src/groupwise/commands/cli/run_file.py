@@ -21,7 +21,7 @@ from groupwise.config.fields import Json
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.config.settings import refuse_unknown
-from groupwise.errors import ConfigError, GroupwiseError, boundary
+from groupwise.errors import ConfigError, GroupwiseError, boundary, shortened
 from groupwise.hf.arguments import warn_of_defaults
 
 
@@ -173,7 +173,7 @@ def _normalize(run: RunArguments) -> None:
     for name, example in (("lora", "{r: 16, lora_alpha: 32}"), ("iterative", "{iterations: 3}")):
         value = _from_json(getattr(run, name))
         if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{name}={value!r} is not a mapping; write for example {example}")
+            raise ConfigError(f"{name}={shortened(value)} is not a mapping; write for example {example}")
         setattr(run, name, value)
     if not run.model or (run.dataset is None and run.environment is None):
         missing = "dataset" if run.model else "model"

@@ -25,11 +25,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from groupwise.commands.replay.bundle import is_replayed, open_recording
+from groupwise.commands.replay.bundle import ADAPTER_FIELDS, is_replayed, open_recording
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import PromptSource
 from groupwise.distributed import RankSlice
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, boundary
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing, run_directory
 from groupwise.random_state import get_state, set_state
@@ -454,7 +454,7 @@ def _compare_steps(recording: Recording, made: Recording, rank: int, budget: flo
 
 def _check_run(header: Mapping[str, Any]) -> None:
     """Refuse runs whose steps a replay would compute differently."""
-    if header["sharded"]:
+    if header.get("sharded"):
         raise ConfigError(
             "the run was trained with FSDP or DeepSpeed, whose steps cannot be replayed; its objectives can "
             "be compared: --from_record --objective"
@@ -554,8 +554,17 @@ def _adapter_config(values: Mapping[str, Any] | None) -> Any:
         return None
     from peft import get_peft_config
 
-    runtime = ("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
-    return get_peft_config({name: value for name, value in values.items() if name not in runtime})
+    runtime = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+    with boundary(ConfigError, "the adapter's configuration of the recording"):
+        config = get_peft_config({name: values[name] for name in ADAPTER_FIELDS & values.keys()})
+    default = config.to_dict()
+    others = sorted(values.keys() - ADAPTER_FIELDS - runtime)
+    if changed := [name for name in others if values[name] != default.get(name)]:
+        raise ConfigError(
+            f"the recording's adapter sets {', '.join(changed)}, which may load code or files; a replay "
+            "takes only numbers and names of modules. Pass a model with the adapter as model"
+        )
+    return config
 
 
 @contextmanager
