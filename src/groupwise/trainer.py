@@ -60,7 +60,7 @@ from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixi
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
-from groupwise.policy.introspection import check_model, router_aux_loss_coef
+from groupwise.policy.introspection import check_adapter, check_model, router_aux_loss_coef
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
@@ -121,7 +121,7 @@ class GRPOTrainer(
         callbacks: as in ``Trainer``.
         optimizers: as in ``Trainer``.
         quantization_config: as in transformers.
-        peft_config: adapter to train, as in PEFT; the policy without it is the reference.
+        peft_config: adapter to train, as in PEFT; the reference is the policy at its start.
         tools: sync or async functions with type hints and docstrings, which the policy may call.
         environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
@@ -164,6 +164,7 @@ class GRPOTrainer(
     ) -> None:
         self.check_overrides()
         args = check_arguments(model, args, self.config_class)
+        check_adapter(model, peft_config)
         check_loss_override(type(self), args)
         agents = make_agent_loop(tools, environment_factory, rollout_func, args)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.runs import experience, policy, tokenizer, trainer
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from groupwise import ConfigError
 from groupwise.errors import BackendError
@@ -206,6 +206,96 @@ def test_a_fresh_adapter_needs_no_second_one_as_its_reference(tmp_path, make, ta
     assert (current - base).abs().max() > 1e-3
 
 
+def adapter_of(kind, **settings):
+    target = {} if "Prompt" in kind or "Prefix" in kind else {"target_modules": ["q_proj", "v_proj"]}
+    return getattr(peft, kind)(task_type="CAUSAL_LM", **target, **settings)
+
+
+@torch.no_grad()
+def logps_of(run, model, batch):
+    return run.compute_logprobs(model, batch).logps_BT * batch.loss_mask_BT
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LoraConfig", {"init_lora_weights": "pissa"}),
+        ("LoraConfig", {"init_lora_weights": "pissa_niter_4"}),
+        ("LoraConfig", {"init_lora_weights": "olora"}),
+        ("LoraConfig", {"init_lora_weights": False}),
+        ("LoHaConfig", {"init_weights": False}),
+        ("FourierFTConfig", {"n_frequency": 10}),
+        ("PromptTuningConfig", {"num_virtual_tokens": 2}),
+        ("PromptEncoderConfig", {"num_virtual_tokens": 2}),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 2}),
+    ],
+    ids=str,
+)
+def test_the_reference_of_an_adapter_that_changes_the_policy_is_its_start(tmp_path, kind, settings):
+    adapter, fixed = adapter_of(kind, **settings), {"max_steps": 2, "gradient_checkpointing": False}
+    run = trainer(tmp_path, peft_config=adapter, beta=0.04, **fixed)
+    (batch,) = experience(run, ROWS)
+    mask = batch.loss_mask_BT
+    start = logps_of(run, run.model, batch)
+    torch.testing.assert_close(batch.ref_logps_BT * mask, start, atol=1e-6, rtol=1e-5)
+    run.train()
+    assert (logps_of(run, run.model, batch) - start).abs().max() > 1e-4
+    with run.reference.scoring(run.model) as reference:
+        torch.testing.assert_close(logps_of(run, reference, batch), start, atol=1e-6, rtol=1e-5)
+    assert run.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LoraConfig", {"use_dora": True}),
+        ("LoraConfig", {"init_lora_weights": "orthogonal"}),
+        ("LoraConfig", {"bias": "all"}),
+        ("LoraConfig", {"trainable_token_indices": [3, 4]}),
+        ("IA3Config", {"feedforward_modules": []}),
+        ("VeraConfig", {"r": 4}),
+        ("AdaLoraConfig", {"total_step": 10}),
+    ],
+    ids=str,
+)
+def test_the_reference_of_an_adapter_that_begins_at_the_base_is_the_base(tmp_path, kind, settings):
+    run = trainer(tmp_path, peft_config=adapter_of(kind, **settings), beta=0.04)
+    assert list(run.model.peft_config) == ["default"]
+    (batch,) = experience(run, ROWS)
+    base = logps_of(run, policy(), batch)
+    torch.testing.assert_close(batch.ref_logps_BT * batch.loss_mask_BT, base, atol=1e-5, rtol=1e-5)
+
+
+def test_a_second_adapter_that_peft_refuses_is_named(tmp_path):
+    model = peft.get_peft_model(policy(), lora(bias="all", init_lora_weights=False))
+    with pytest.raises(ConfigError, match=r"copy of the adapter for beta > 0 raised ValueError"):
+        trainer(tmp_path, model=model, beta=0.04)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_weights_of_an_adapter_that_a_script_froze_stay_frozen(tmp_path, fresh):
+    model = peft.get_peft_model(policy(), lora(init_lora_weights=fresh))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    run = trainer(tmp_path, model=model, beta=0.04, max_steps=2)
+    assert ("reference" in run.model.peft_config) is not fresh
+    start = adapter_weights(run.model)
+    run.train()
+    for name, tensor in adapter_weights(run.model).items():
+        assert torch.equal(tensor, start[name]) is ("lora_A" in name or "reference" in name), name
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_saved_adapter_of_a_changed_base_is_restored_by_peft(tmp_path, caplog, init):
+    run = trainer(tmp_path, peft_config=lora(init_lora_weights=init), beta=0.04)
+    assert "attaching the adapter changed the base weights" in caplog.text
+    run.train()
+    run.save_model()
+    loaded = peft.PeftModel.from_pretrained(policy(), tmp_path).eval()
+    ids = torch.tensor([[4, 5, 6]])
+    torch.testing.assert_close(loaded(ids).logits, run.model.eval()(ids).logits)
+
+
 def test_an_adapter_that_was_trained_on_one_matrix_is_not_fresh(tmp_path):
     model = peft.get_peft_model(experts(), lora(**EXPERTS))
     with torch.no_grad():
@@ -277,6 +367,58 @@ def test_contradicting_adapter_settings_are_refused(tmp_path):
         trainer(tmp_path, model=peft.get_peft_model(policy(), lora()), peft_config=lora())
     with pytest.raises(ConfigError, match="sync_ref_model"):
         trainer(tmp_path, peft_config=lora(), beta=0.1, sync_ref_model=True)
+
+
+def test_adapters_of_transformers_are_refused_by_name(tmp_path):
+    model = policy()
+    model.add_adapter(lora(), "mine")
+    for beta in (0.0, 0.1):
+        with pytest.raises(ConfigError, match=r"has adapters \(mine\) and is no PeftModel.*Pass the base"):
+            trainer(tmp_path, model=model, beta=beta)
+
+
+def test_the_directory_of_an_adapter_is_no_model(tmp_path):
+    policy().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
+    text = rf'is an adapter \(LORA\) of the model .*base.*from_pretrained\(.*"{tmp_path}/adapter", is_trai'
+    with pytest.raises(ConfigError, match=text):
+        trainer(tmp_path, model=str(tmp_path / "adapter"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # as adapter of transformers
+    with pytest.raises(ConfigError, match="by loading an adapter as a model"):
+        trainer(tmp_path, model=loaded)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_frozen_adapter_is_refused_when_the_trainer_is_built(tmp_path, beta):
+    peft.get_peft_model(policy(), lora()).save_pretrained(tmp_path / "adapter")
+    frozen = peft.PeftModel.from_pretrained(policy(), tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"\(default\) are frozen.*is_trainable=True"):
+        trainer(tmp_path, model=frozen, beta=beta)
+    trainer(tmp_path, model=peft.PeftModel.from_pretrained(policy(), tmp_path / "adapter", is_trainable=True))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_targets_that_match_nothing_are_refused_before_the_weights_are_loaded(tmp_path, monkeypatch, by_name):
+    policy().save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model") if by_name else policy()
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", None)
+    for target in (["c_attn", "query_key_value"], r".*\.c_attn"):
+        with pytest.raises(
+            ConfigError, match=r"c_attn.* match nothing in LlamaForCausalLM.*q_proj.*'all-linear'"
+        ):
+            trainer(tmp_path, model=model, peft_config=lora(target_modules=target))
+    monkeypatch.undo()
+    for target in (["q_proj", "mlp.up_proj"], r".*layers\.1\..*_proj", "all-linear"):
+        trainer(tmp_path, model=model if by_name else policy(), peft_config=lora(target_modules=target))
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "SEQ_2_SEQ_LM"])
+def test_an_adapter_of_another_task_is_refused(tmp_path, task):
+    with pytest.raises(ConfigError, match=f"task_type='{task}'.*a causal language model"):
+        trainer(tmp_path, peft_config=lora(task_type=task))
+    with pytest.raises(ConfigError, match="a causal language model"):
+        trainer(tmp_path, model=peft.get_peft_model(policy(), lora(task_type=task)))
 
 
 def test_without_beta_there_is_no_reference(tmp_path):

@@ -521,7 +521,7 @@ class BaseTrainer(Trainer):
     def _estimate_checkpoint_bytes(self) -> int:
         """Return the size of the weights (with adapters, of these alone) and of the optimizer state."""
         model = cast(nn.Module, self.model)
-        only_adapters = hasattr(model, "peft_config")
+        only_adapters = has_adapter(model)
         tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad or not only_adapters]
         if not self.args.save_only_model:
             states = getattr(self.optimizer, "state", {}).values()

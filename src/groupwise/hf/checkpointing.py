@@ -25,6 +25,7 @@ from groupwise.policy.introspection import (
     CausalLM,
     adapters_of,
     changes_base,
+    has_adapter,
     has_prompt_learning,
     without_adapter,
 )
@@ -252,7 +253,8 @@ class ModelDigests:
 
 def policy_record(model: CausalLM, digests: Mapping[str, str]) -> dict[str, Any]:
     """Return what a resumed run compares: base model, configurations of adapters, digests, as in JSON."""
-    configs = {name: adapter.to_dict() for name, adapter in getattr(model, "peft_config", {}).items()}
+    adapters = model.peft_config if has_adapter(model) else {}
+    configs = {name: adapter.to_dict() for name, adapter in adapters.items()}
     base = name_or_path(without_adapter(model).config)
     record = {"base_model": base, "adapters": configs, "weights": digests}
     return json.loads(json.dumps(record, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
+from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError, boundary
 
 if TYPE_CHECKING:
@@ -24,7 +29,12 @@ if TYPE_CHECKING:
 CausalLM: TypeAlias = Any
 
 #: Loading options that select the configuration of a checkpoint.
-_WHICH_CONFIG = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "gguf_file")
+_WHICH_FILE = ("revision", "token", "subfolder", "cache_dir")
+_WHICH_CONFIG = ("trust_remote_code", "gguf_file")
+
+_TRAIN_FURTHER = (
+    'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{}"), "{}", is_trainable=True)'
+)
 
 #: Values of ``init_lora_weights`` with which an adapter leaves the base weights as they are.
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
@@ -74,14 +84,22 @@ def load_config(model: str, args: GRPOConfig) -> PretrainedConfig:
     """Load the configuration of a Hub id or directory with the options of ``args.model_init_kwargs``.
 
     Raises:
-        ConfigError: no such model, or no access.
+        ConfigError: no such model, no access, or an adapter.
     """
     given = cast(dict[str, Any], args.model_init_kwargs or {})
     options = {"trust_remote_code": args.trust_remote_code, **given}
+    of_files = {name: options[name] for name in _WHICH_FILE if name in options}
     with boundary(ConfigError, f"model {model!r}"):
-        return AutoConfig.from_pretrained(
-            model, **{name: options[name] for name in _WHICH_CONFIG if name in options}
-        )
+        adapter_file = find_adapter_config_file(model, **of_files)
+        if adapter_file is None:
+            others = {name: options[name] for name in _WHICH_CONFIG if name in options}
+            return AutoConfig.from_pretrained(model, **of_files, **others)
+        adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
+    base = adapter.get("base_model_name_or_path") or "base"
+    raise ConfigError(
+        f"model={model!r} is an adapter ({adapter.get('peft_type')}) of the model {base!r}; to train it "
+        f"further, pass model={_TRAIN_FURTHER.format(base, model)}"
+    )
 
 
 def text_config(model: str | PreTrainedModel, args: GRPOConfig) -> PretrainedConfig:
@@ -144,17 +162,42 @@ def without_router_logits(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapter(model: object) -> bool:
-    """Return True for a PEFT model."""
-    return hasattr(model, "peft_config")
+    """Return True for a ``PeftModel``, below wrappers; the policy has no adapters of other kinds."""
+    peft = sys.modules.get("peft")  # a model has no adapter of a module that is not loaded
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def adapters_of(model: object, peft_config: PeftConfig | None = None) -> list[PeftConfig]:
+def adapters_of(model: Any, peft_config: PeftConfig | None = None) -> list[PeftConfig]:
     """Return the configurations of the model's adapters; if ``peft_config`` is given, only that one.
 
     Args:
         model: below wrappers; of a Hub id there are none.
     """
-    return [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
+    if peft_config is not None:
+        return [peft_config]
+    return list(model.peft_config.values()) if has_adapter(model) else []
+
+
+def check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
+    """Check the trainer's arguments ``model`` and ``peft_config`` before weights are loaded.
+
+    Raises:
+        ConfigError: the model's adapters are not those of a ``PeftModel``, or are for another task.
+    """
+    if hasattr(model, "peft_config") and not has_adapter(model):
+        base = name_or_path(model.config) or "base"
+        raise ConfigError(
+            f"the {type(model).__name__} has adapters ({', '.join(model.peft_config)}) and is no PeftModel: "
+            "they were added by model.add_adapter or by loading an adapter as a model. "
+            f"Pass the base model and peft_config, or model={_TRAIN_FURTHER.format(base, 'adapter')}"
+        )
+    for one in adapters_of(model, peft_config):
+        task = getattr(one.task_type, "value", one.task_type)
+        if task not in (None, "CAUSAL_LM"):
+            raise ConfigError(
+                f"the adapter has task_type={task!r}, but a policy is a causal language model; set "
+                "task_type='CAUSAL_LM', or leave it out"
+            )
 
 
 def adapter_type(adapter: PeftConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.heads import check_head
 from groupwise.policy.heads.weights import output_head
-from groupwise.policy.introspection import adapter_type, adapters_of, has_adapter, load_config
+from groupwise.policy.introspection import adapter_type, adapters_of, changes_base, has_adapter, load_config
 from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
 from groupwise.tokenization.images import image_token_id, is_processor
 from groupwise.tokenization.text import ProcessingClass, set_pad_token, text_tokenizer
@@ -68,6 +69,8 @@ def prepare_policy(
 
         check_liger(model, config, peft_config)
     check_quantization(model, config, quantization_config, peft_config)
+    if peft_config is not None:
+        check_targets(model, config, peft_config)
     policy = load_policy(model, config, quantization_config)
     if config.disable_dropout:
         disable_dropout(policy)
@@ -76,7 +79,18 @@ def prepare_policy(
     keep_4bit_weights_unpacked(policy)
     make_generation_config_savable(policy)
     policy = apply_peft(policy, peft_config)
+    if has_adapter(policy) and not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ConfigError(
+            f"the adapters of the PeftModel ({', '.join(policy.peft_config)}) are frozen: training would "
+            "change nothing; load them with PeftModel.from_pretrained(base, directory, is_trainable=True)"
+        )
     kinds = [adapter_type(adapter) for adapter in adapters_of(policy)]
+    if any(map(changes_base, adapters_of(policy))):
+        logger.warning(
+            "attaching the adapter changed the base weights (init_lora_weights), and what is saved is an "
+            "adapter of these: PEFT computes them again when it loads PiSSA or OLoRA onto the same model; "
+            "for other readers, save trainer.model.merge_and_unload()"
+        )
     if config.gradient_checkpointing and {"PREFIX_TUNING", "CARTRIDGE"}.intersection(kinds):
         raise ConfigError(
             f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
@@ -260,6 +274,31 @@ def cast_head_to_fp32(model: PreTrainedModel) -> None:
     head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
     if tied:
         embedding.register_forward_hook(lambda _, __, output: output.to(activation_dtype))
+
+
+def check_targets(model: str | PreTrainedModel, config: GRPOConfig, adapter: PeftConfig) -> None:
+    """Compare an adapter's ``target_modules`` with the names of the model's modules, before it is loaded.
+
+    Raises:
+        ConfigError: none of them is in the model.
+    """
+    targets: Any = getattr(adapter, "target_modules", None)
+    if not targets or targets == "all-linear" or getattr(adapter, "target_parameters", None):
+        return
+    if isinstance(model, str):
+        with torch.device("meta"):
+            of_model = load_config(model, config)
+            model = auto_class(of_model).from_config(of_model, trust_remote_code=config.trust_remote_code)
+    modules = dict(cast(PreTrainedModel, model).named_modules())
+    # As PEFT reads them: a string is a regular expression, the names of a list are ends of paths.
+    patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(name)}" for name in targets]
+    if not any(re.fullmatch(pattern, name) for pattern in patterns for name in modules):
+        weights = {name: getattr(module, "weight", None) for name, module in modules.items()}
+        matrices = {n.rpartition(".")[2] for n, w in weights.items() if torch.is_tensor(w) and w.dim() == 2}
+        raise ConfigError(
+            f"target_modules={targets!r} of the adapter match nothing in {type(model).__name__}; its "
+            f"matrices are {', '.join(sorted(matrices))}, and 'all-linear' takes all but the output layer"
+        )
 
 
 def apply_peft(model: PreTrainedModel, peft_config: PeftConfig | None) -> PreTrainedModel:

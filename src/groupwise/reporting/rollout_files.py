@@ -32,6 +32,7 @@ from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, log_boundary
+from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
 from groupwise.records.serialization import host_copy, load
@@ -323,7 +324,6 @@ def header(trainer: Any) -> dict[str, Any]:
         is_derived = isinstance(value, DerivedInt | DerivedFloat)  # derived again by another configuration
         if field.init and not is_derived and value != default_of(args, field.name):
             settings[field.name] = _plain(value)
-    adapters = getattr(model, "peft_config", None)
     return {
         "format": FORMAT,
         "settings": settings,
@@ -332,7 +332,7 @@ def header(trainer: Any) -> dict[str, Any]:
         "model": name_or_path(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": attention_implementation(model),
-        "adapter": None if not adapters else _plain_adapter(next(iter(adapters.values()))),
+        "adapter": next(map(_plain_adapter, adapters_of(model)), None),
         "trainer": [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__[:-1]],
         "sharded": is_sharded(trainer.accelerator),
         "reward_funcs": list(trainer.reward_func_names),

@@ -32,6 +32,7 @@ from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError, boundary
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing, run_directory
+from groupwise.policy.introspection import has_adapter
 from groupwise.random_state import get_state, set_state
 from groupwise.records import Completion, Experience, MicroBatch, Row, SamplerSettings
 from groupwise.reporting.rollout_files import FOLDER, Recording, StepRecord, device, versions
@@ -534,7 +535,7 @@ def _build(
         config,
         train_dataset=_Unread(header["num_prompts"] or of_stream),
         processing_class=processing_class,
-        peft_config=None if hasattr(model, "peft_config") else _adapter_config(header["adapter"]),
+        peft_config=None if has_adapter(model) else _adapter_config(header["adapter"]),
         backend=_RecordedSampler(reports_mask=not truncation_unknown),
     )
     trainer.remove_callback(PrinterCallback)
