@@ -20,8 +20,13 @@ ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
 	$(PYTEST) -x $(FIRST)
+	$(MAKE) -j $(JOBS) versions-oldest versions-newest
 	$(PYTEST) $(FIRST:%=--ignore %)
 endif
+
+# Private symbols, decoding, adapters and a resumed run with the oldest or the newest transformers.
+versions-%: $(VENV)/installed
+	scripts/compat.sh $(PYTHON) transformers-$*
 
 # Rewrites what a test compares with the code: format, generated pages, public names.
 update: $(VENV)/installed

@@ -129,6 +129,7 @@ TRAINER_HOOKS = {
     "_get_grad_norm": ["self", "model", "grad_norm"],
     "_get_output_dir": ["self", "trial"],
     "_save_checkpoint": ["self", "model", "trial"],
+    "_save": ["self", "output_dir", "state_dict"],
     "_save_rng_state": ["self", "output_dir"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],

@@ -78,6 +78,7 @@ def test_checkpoints_have_the_padding_side_of_the_tokenizer(tmp_path, side):
     run = GRPOTrainer(str(tmp_path / "model"), count_reward, config, prompts())
     run.save_model(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").padding_side == side
+    assert run.processing_class.padding_side == "left"  # scripts pad prompts with it
 
 
 @pytest.mark.parametrize(

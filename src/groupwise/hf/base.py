@@ -56,6 +56,7 @@ from groupwise.reporting.metrics import MetricBuffer
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.terminal import show_log_lines
 from groupwise.tokenization.images import is_processor
+from groupwise.tokenization.text import ProcessingClass, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class BaseTrainer(Trainer):
     ``_get_grad_norm``                    5.3    stop before an update with non-finite gradients
     ``_get_output_dir``                   5.2    checkpoints are written to a staging directory first
     ``_save_checkpoint``                  5.2    a checkpoint is renamed when it is complete
+    ``_save``                             5.2    the tokenizer is saved with the padding side of the model
     ``_save_rng_state``                   5.2    inside a step, the state at its beginning is saved
     ``_push_from_checkpoint``             5.2    upload after the checkpoint is renamed, with ``hub_include``
     ``push_to_hub``                       5.2    only the data that ``hub_include`` names are uploaded
@@ -527,6 +529,15 @@ class BaseTrainer(Trainer):
             states = getattr(self.optimizer, "state", {}).values()
             tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
         return sum(tensor.nbytes for tensor in tensors)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        tokenizer: Any = text_tokenizer(cast(ProcessingClass, self.processing_class))
+        present = tokenizer.padding_side
+        tokenizer.padding_side = getattr(tokenizer, "saved_padding_side", present)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            tokenizer.padding_side = present
 
     def _save_rng_state(self, output_dir: str) -> None:
         now = self.rng.snapshot()

@@ -180,6 +180,9 @@ def load_processing_class(
             load_config(model, config)  # its error is about the id, not about a file of the tokenizer
         with boundary(ConfigError, f"the tokenizer of {name!r}"):
             processing_class = AutoProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        tokenizer = text_tokenizer(processing_class)
+        # Scripts pad prompts for sampling with it; BaseTrainer saves it with the side of the model.
+        tokenizer.saved_padding_side, tokenizer.padding_side = tokenizer.padding_side, "left"
     set_pad_token(text_tokenizer(processing_class), "the policy")
     return processing_class
 
