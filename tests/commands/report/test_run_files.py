@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.runs import chats, trainer
 from support.saved_runs import save_run
 
+from groupwise.commands.report.html_report import write_report
 from groupwise.commands.report.run_files import read_run, saved_text
 from groupwise.errors import ConfigError
 
@@ -25,6 +29,62 @@ def test_a_damaged_file_is_named(name, tmp_path):
     path.write_text('{"half')
     with pytest.raises(ConfigError, match=f"reading '.*{path.name}' raised"):
         read_run(tmp_path / "run")
+
+
+def table(**columns):
+    rows = {"step": [1, 2], "prompt": ["p", "q"], "completion": ["a", "b"], "correct": [1.0, 0.0]}
+    return pa.table({**rows, "advantage": [0.5, -0.5], **columns})
+
+
+@pytest.mark.parametrize(
+    ("columns", "steps", "warning"),
+    [
+        ({"prompt": [None, "q"], "completion": ["a", None]}, [1, 2], ""),
+        ({"advantage": pa.array([None, None], pa.float64()), "correct": [None, 1.0]}, [1, 2], ""),
+        ({"step": [None, 2]}, [2], "row 0 of .*completions_00001.parquet is left out: TypeError"),
+        ({"correct": ["yes", "1"]}, [2], "row 0 of .* is left out: ValueError"),
+        ({"prompt": [[{"content": "x"}], [{"content": "y"}]]}, [], "row 1 of .* is left out: KeyError"),
+    ],
+    ids=["no text", "no numbers", "no step", "a reward that is no number", "a message without a role"],
+)
+def test_rows_that_can_be_shown_are_read(columns, steps, warning, tmp_path, caplog):
+    run = save_run(tmp_path / "run", [{"reward": 1.0}])
+    (run / "completions").mkdir()
+    pq.write_table(table(**columns), run / "completions" / "completions_00001.parquet")
+    assert [row.step for row in read_run(run).completions] == steps
+    assert re.search(warning, caplog.text) and bool(warning) == bool(caplog.text)
+    write_report([run])
+
+
+def test_a_table_without_a_column_is_left_out_by_name(tmp_path, caplog):
+    run = save_run(tmp_path / "run", [{"reward": 1.0}])
+    (run / "completions").mkdir()
+    pq.write_table(table().drop_columns(["advantage"]), run / "completions" / "completions_00001.parquet")
+    assert read_run(run).completions == []
+    assert "completions_00001.parquet is left out: it has no column advantage" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [{}, {"settings": None}, {"model": None, "settings": {"reward_weights": ["a"]}}, {"settings": [1]}],
+    ids=str,
+)
+def test_settings_are_shown_as_far_as_they_are_there(saved, tmp_path):
+    run = save_run(tmp_path / "run", [{"reward": 1.0}], rows=[(1, "p", "a", 1.0, 0.0)])
+    (run / "settings.json").write_text(json.dumps(saved))
+    assert write_report([run]).is_file()
+
+
+def test_logs_and_texts_that_are_odd_are_shown(tmp_path):
+    """A time that is no number, an entry of the history that is no log, a half of a surrogate pair."""
+    run = save_run(
+        tmp_path / "run", [{"time": "noon", "reward": 1.0}, {"reward": 0.5}], {"run_name": "\ud83d"}
+    )
+    assert "?" in write_report([run]).read_text(encoding="utf-8")
+    (tmp_path / "other" / "checkpoint-1").mkdir(parents=True)
+    state = {"log_history": [None, 7, {"step": 1, "reward": 1.0}]}
+    (tmp_path / "other" / "checkpoint-1" / "trainer_state.json").write_text(json.dumps(state))
+    assert [log["reward"] for log in read_run(tmp_path / "other").logs] == [1.0]
 
 
 def test_logs_of_a_checkpoint_stand_in_for_the_file(tmp_path):

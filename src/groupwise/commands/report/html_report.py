@@ -79,13 +79,14 @@ def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000) -> 
     script = _read("uPlot.iife.min.js") + _read("page.js")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
     data = json.dumps(report_data(runs, max_completions), ensure_ascii=False, separators=(",", ":"))
-    return Template(_read("page.html")).substitute(
+    page = Template(_read("page.html")).substitute(
         title=html.escape(f"Report: {', '.join(runs)}"),
         policy=f"{policy}; form-action 'none'",
         style=style,
         script=script,
         data=_inert(data),
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be written
 
 
 def _read(name: str) -> str:
@@ -167,12 +168,13 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
 
 def _log_columns(logs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return numbers of the logs as columns: steps, minutes since the first log, and one per metric."""
-    began = next((log["time"] for log in logs if "time" in log), None)
+    times = [None if _short(log.get("time")) is None else log["time"] for log in logs]  # not rounded
+    began = next((time for time in times if time is not None), None)
     numbers = [{name: v for name, v in log.items() if _short(v) is not None} for log in logs]
     names = dict.fromkeys(name for log in numbers for name in log if name not in ("step", "time"))
     return {
-        "step": [log.get("step", 0) for log in logs],
-        "minutes": [_short((log["time"] - began) / 60) if "time" in log else None for log in logs],
+        "step": [_short(log.get("step")) or 0 for log in logs],
+        "minutes": [None if time is None or began is None else _short((time - began) / 60) for time in times],
         "logs": {name: [_short(log.get(name)) for log in numbers] for name in names},
     }
 
@@ -202,7 +204,9 @@ def _totals(files: RunFiles) -> list[float | None]:
     for row in files.completions:
         used = (
             weights
-            if isinstance(weights, list) and len(weights) == len(row.rewards)
+            if isinstance(weights, list)
+            and len(weights) == len(row.rewards)
+            and None not in map(_short, weights)
             else [1.0] * len(row.rewards)
         )
         parts = [w * r for w, r in zip(used, row.rewards.values(), strict=True) if r is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from groupwise.config.redact import masked, redact
 from groupwise.errors import ConfigError, boundary
 from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
 from groupwise.reporting.table import reward_columns, row_text
+
+logger = logging.getLogger(__name__)
 
 _STATE = "trainer_state.json"
 #: Entries of a checkpoint's state that are settings; they stand in for a missing file of settings.
@@ -71,7 +74,9 @@ def read_run(directory: Path) -> RunFiles:
     states += [path for path in [directory / _STATE] if path.is_file()]
     state = _read_json(states[0]) if states else {}
     path = directory / METRICS_FILE
-    logs = read_metrics(path) if path.is_file() else state.get("log_history", [])
+    history = state.get("log_history")
+    kept = [log for log in history if isinstance(log, dict)] if isinstance(history, list) else []
+    logs = read_metrics(path) if path.is_file() else kept
     completions = [row for folder in _folders(directory) for row in _read_completions(folder)]
     if not logs and not completions:
         raise ConfigError(
@@ -93,10 +98,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     saved = _read_json(path)
+    settings = saved.get("settings")
     return {
-        "model": saved["model"],
-        "world_size": saved["world_size"],
-        **masked(saved["settings"], clean=redact),
+        **{name: saved[name] for name in ("model", "world_size") if name in saved},
+        **masked(settings if isinstance(settings, dict) else {}, clean=redact),
     }
 
 
@@ -111,26 +116,37 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _read_completions(folder: Path) -> Iterator[SavedCompletion]:
+    """Yield the completions of a folder; a row that is no completion is left out, with a warning."""
     mode = folder.name.removeprefix("completions").removeprefix("_") or "train"
     for path in sorted(folder.glob("completions_*.parquet")):
         with boundary(ConfigError, f"reading {str(path)!r}"):
             table = pq.read_table(path)
+        if missing := {"step", "prompt", "completion", "advantage"}.difference(table.column_names):
+            logger.warning("%s is left out: it has no column %s", path, ", ".join(sorted(missing)))
+            continue
         rewards = reward_columns(table.column_names)
-        fixed = {"step", "prompt", "completion", "advantage", *rewards}
-        for row in table.to_pylist():
-            yield SavedCompletion(
-                mode=mode,
-                step=row["step"],
-                prompt=saved_text(row["prompt"]),
-                text=saved_text(row["completion"], only=True),
-                rewards={name: row[name] for name in rewards},
-                advantage=row["advantage"],
-                extra={
-                    name: str(value)[:_EXTRA]
-                    for name, value in row.items()
-                    if name not in fixed and value is not None
-                },
-            )
+        for number, row in enumerate(table.to_pylist()):
+            try:
+                completion = _saved_completion(row, mode, rewards)
+            except Exception as error:
+                logger.warning("row %d of %s is left out: %s: %s", number, path, type(error).__name__, error)
+                continue
+            yield completion
+
+
+def _saved_completion(row: Mapping[str, Any], mode: str, rewards: Sequence[str]) -> SavedCompletion:
+    fixed = {"step", "prompt", "completion", "advantage", *rewards}
+    extra = {name: str(value)[:_EXTRA] for name, value in row.items() if value is not None}
+    values = {name: None if row[name] is None else float(row[name]) for name in rewards}
+    return SavedCompletion(
+        mode=mode,
+        step=int(row["step"]),
+        prompt="" if row["prompt"] is None else saved_text(row["prompt"]),
+        text="" if row["completion"] is None else saved_text(row["completion"], only=True),
+        rewards=values,
+        advantage=0.0 if row["advantage"] is None else float(row["advantage"]),
+        extra={name: value for name, value in extra.items() if name not in fixed},
+    )
 
 
 def saved_text(value: str | list[Mapping[str, Any]], *, only: bool = False) -> str:
