@@ -93,11 +93,12 @@ def test_the_quantization_of_a_checkpoint_is_found_in_its_config(tmp_path):
 def test_a_loaded_model_has_its_own():
     model = policy()
     assert quantization_of(model, config(model_init_kwargs={"quantization_config": FOUR})) is None
-    model.is_quantized, model.config.quantization_config = True, BitsAndBytesConfig(**FOUR)
+    adapted = peft.get_peft_model(policy(), LORA)
+    for each in (model, adapted.get_base_model()):
+        each.is_quantized, each.config.quantization_config = True, BitsAndBytesConfig(**FOUR)
     with pytest.raises(ConfigError, match="has no adapter"):
         colocate.check_policy(model)
-    model.peft_config = {"default": LORA}
-    colocate.check_policy(model)
+    colocate.check_policy(adapted)
 
 
 def test_by_default_only_the_adapter_of_a_quantized_policy_is_sent_to_a_colocated_engine():
