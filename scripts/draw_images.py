@@ -371,14 +371,14 @@ def terminal() -> str:
     for position, log in enumerate(run["logs"], 1):
         seconds.append(log["step_time"])
         to_go = fmean(seconds) * (run["max_steps"] - log["step"])
+        line = Text.assemble(*table.lines(log, log["step"], to_go, width=118))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
         if position == len(run["logs"]) // 2 + 1:
             rows = run["completions"]
             columns = {name: [row[name] for row in rows] for name in rows[0]}
             texts = {name: list(map(saved_text, columns[name])) for name in ("prompt", "completion")}
             console.print(completions_grid({**columns, **texts}, f"completions, step {log['step']}"))
-        line = Text.assemble(*table.lines(log, log["step"], to_go, width=118))
-        line.rstrip()
-        console.print(line, soft_wrap=True)
     # Without the fonts of another server.
     layout = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="make quickstart", code_format=layout, unique_id="terminal")
