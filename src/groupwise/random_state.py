@@ -31,7 +31,10 @@ class RandomState:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._in_user_code = False
         self._unused = _torch_state()  # of the stream that is not in the global generators
-        self.generator = torch.Generator(device)
+        try:
+            self.generator: torch.Generator | None = torch.Generator(device)
+        except NotImplementedError:  # of a device without generators: samples share torch's global one
+            self.generator = None
 
     def seed(self, seed: int) -> None:
         """Seed the samples, and the stream of the user's functions.
@@ -39,7 +42,8 @@ class RandomState:
         Args:
             seed: of this rank.
         """
-        self.generator.manual_seed(seed)
+        if self.generator is not None:
+            self.generator.manual_seed(seed)
         with self.user_code():
             torch.manual_seed(seed + _USER_SEED)
 
@@ -67,12 +71,13 @@ class RandomState:
     def snapshot(self) -> dict[str, Any]:
         """Return the states of the generator and of both streams."""
         states = {"run": NotSaved(get_state()), "user_code": self._unused}
-        return {**states, "samples": self.generator.get_state()}
+        return {**states, "samples": None if self.generator is None else self.generator.get_state()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Restore the generator and the streams, that of the run unless ``Trainer`` does."""
         self._unused = snapshot["user_code"]
-        self.generator.set_state(snapshot["samples"])
+        if self.generator is not None:
+            self.generator.set_state(snapshot["samples"])
         if snapshot["run"] is not None:  # of a mark, not of a checkpoint
             set_state(snapshot["run"].value)
 

@@ -106,7 +106,7 @@ MIXINS = [
         ("in part[i]][: rollouts.num_valid]", "in part[i]]"),
         ("if any(isinstance(reward, list) for reward in c)", "if isinstance(c[0], list)"),
         ("[math.nan] * len(c) if i in stepwise else c", "c"),
-        ("num_tokens=max(width for _, width in gathered)", "num_tokens=width"),
+        ("num_tokens=max(width for _, width, _ in gathered)", "num_tokens=width"),
         ("num_generations=rollouts.num_generations", "num_generations=1"),
         ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()"),
         ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import ModelCard
 
-from groupwise.reporting import model_card
+from groupwise.reporting.model_card import model_card
 
 HISTORY = [
     {"reward": 0.1, "reward_std": 0.2, "rewards/accuracy/mean": 0.1, "rewards/accuracy/std": 0.3, "step": 10},

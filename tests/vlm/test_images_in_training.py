@@ -17,10 +17,11 @@ from support import tiny_vlm as tiny
 from support.runs import experience
 from support.serialization import reloaded
 
-from groupwise import GRPOConfig, GRPOTrainer, reporting
+from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import ConfigError
 from groupwise.policy.loading import auto_class
 from groupwise.records import Experience
+from groupwise.reporting import completions
 from groupwise.tokenization.images import encode_prompt, prompt_images
 
 EVERY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -280,7 +281,7 @@ def test_reward_functions_get_the_images(tmp_path):
 @pytest.mark.parametrize("multimodal", [True, False])
 def test_logged_completions_have_the_images_of_their_prompts(multimodal, tmp_path, monkeypatch):
     logged = []
-    monkeypatch.setattr(reporting, "report_completions", lambda rows, *_: logged.extend(rows))
+    monkeypatch.setattr(completions, "report_completions", lambda rows, *_: logged.extend(rows))
     tiny.trainer(tmp_path, log_completions=True, log_multimodal=multimodal, max_steps=1).train()
     wanted = {question(row): row["images"] for row in tiny.rows()}
     for row in logged:

@@ -552,9 +552,16 @@ class BaseTrainer(Trainer):
             with compat_transformers.uploads_without(self._unpublished()):
                 super()._push_from_checkpoint(checkpoint_folder)
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         with compat_transformers.uploads_without(self._unpublished()):
-            return super().push_to_hub(*args, **kwargs)
+            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
 
     def _unpublished(self) -> list[str]:
         """Return patterns of the files that are not uploaded: data of the run that ``hub_include`` lacks."""

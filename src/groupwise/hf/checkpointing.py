@@ -174,7 +174,7 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
         )
     try:
         state = load(path, EntropyControl, LeftoverGroups, EvaluatedCompletion)
-        if "samples" not in state["rng"]:
+        if "samples" not in state.get("rng", {"samples": None}):
             raise UnpicklingError("without the state of the samples")
     except UnpicklingError as error:
         raise ConfigError(

@@ -113,6 +113,8 @@ def make_recomputation(args: GRPOConfig, accelerator: Accelerator) -> SelectiveR
     reason = ""
     if is_sharded(accelerator):
         reason = "recomputation gathers sharded parameters, in the same order on every rank"
+    elif accelerator.device.type not in ("cpu", "cuda"):
+        reason = "the device does not report its free memory"
     elif args.torch_compile:
         reason = "torch_compile compiles the checkpoints"
     elif args.vllm_enable_sleep_mode:
@@ -154,8 +156,6 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
         return float(max(torch.cuda.mem_get_info(device)[0] + unused, 0))
-    if device.type != "cpu":
-        return 0.0  # other devices do not report it
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     used_at_peak = max(peak - psutil.Process().memory_info().rss, 0)

@@ -65,6 +65,13 @@ def check_rewards(
     functions = [] if reward_funcs is None else _as_list(reward_funcs)
     if not functions and not environment_rewards:
         raise ConfigError("reward_funcs is missing; pass a reward function, a reward model or a list of them")
+    num_models = sum(isinstance(function, _MODELS) for function in functions)
+    if num_models > 1 and not isinstance(processing_classes, (list, tuple, type(None))):
+        raise ConfigError(
+            f"reward_processing_classes is one {type(processing_classes).__name__} for {num_models} reward "
+            "models; give a list with one entry per reward function (None for the model's own tokenizer, and "
+            "for functions)"
+        )
     for function in functions:
         _check_function(function)
         if is_process_reward(function, config.trust_remote_code) and multi_turn:  # a wrong id raises here
@@ -73,13 +80,6 @@ def check_rewards(
                 "their results are part of the completion; return (index of the step's last token, reward) "
                 "from a reward function"
             )
-    num_models = sum(isinstance(function, _MODELS) for function in functions)
-    if num_models > 1 and not isinstance(processing_classes, (list, tuple, type(None))):
-        raise ConfigError(
-            f"reward_processing_classes is one {type(processing_classes).__name__} for {num_models} reward "
-            "models; give a list with one entry per reward function (None for the model's own tokenizer, and "
-            "for functions)"
-        )
     tokenizers = (
         list(processing_classes)
         if isinstance(processing_classes, (list, tuple))
