@@ -112,7 +112,7 @@ def reading_page(start: str, end: str) -> str:
         "first one has the order in which the others are called; [The step](step.md) is the same in prose,",
         "and the [glossary](glossary.md) has the words and the axis letters. Everything else stands around",
         "these files: what a run may need (vLLM, agents, images, DeepSpeed), and what is started around a",
-        "trainer (`commands/`). A plain step runs most of them and fewer than 30 others.",
+        "trainer (`commands/`). A plain step runs most of them and fewer than 40 others.",
         "",
         start,
         "",
