@@ -8,7 +8,6 @@ import random
 import re
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from datasets import Dataset
 from smollm2 import example_parser
 from transformers import AutoModelForCausalLM
@@ -73,6 +72,7 @@ def main():
     if results is not None:
         accuracies = {"before": before, "after": after, "greedy": greedy}
         Path(results).write_text(json.dumps({"settings": options, **accuracies}) + "\n")
+    import matplotlib.pyplot as plt  # here, since other examples take the task from this file
 
     curve = [(log["step"], log["reward"]) for log in trainer.state.log_history if "reward" in log]
     plt.plot(*zip(*curve, strict=True), label="training batches")
