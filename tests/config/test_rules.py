@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from support.configs import invalid
 from transformers.integrations import integration_utils
 
+from groupwise.config import validation
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.validation import CAUTIONS, RULES, violations, warnings_of
 from groupwise.core import objectives
 from groupwise.errors import ConfigError
+
+#: Settings that violate a rule alone, or that a caution warns of.
+EXAMPLES: dict[str, dict[str, object]] = {
+    "old_and_new_name_differ": {
+        "vllm_importance_sampling_cap": 2.0,
+        "vllm_importance_sampling_clip_max": 4.0,
+    },
+    "report_to_is_installed": {"report_to": "tensorbord"},
+    "loss_kwargs_of_objective": {"loss_kwargs": {"tau": 1.0}},
+    "generation_batch_size_and_steps_per_generation": {"generation_batch_size": 8, "steps_per_generation": 4},
+    "generation_batch_size_in_whole_micro_batches": {"generation_batch_size": 12, "num_generations": 4},
+    "generation_batch_size_in_whole_groups": {"per_device_train_batch_size": 12, "num_generations": 8},
+    "eval_batch_in_whole_groups": {"eval_strategy": "steps", "per_device_eval_batch_size": 6},
+    "accelerator_config_of_rows": {"accelerator_config": {"dispatch_batches": True}},
+    "parallelism_of_one_sequence": {"parallelism_config": SimpleNamespace(cp_size=2)},
+    "generation_kwargs_of_one_completion": {"generation_kwargs": {"num_return_sequences": 2}},
+    "eval_generation_kwargs_are_sampler_settings": {"eval_generation_kwargs": {"temprature": 0.6}},
+    "regex_syntax": {"use_vllm": True, "vllm_structured_outputs_regex": "(yes|no"},
+    "vllm_max_model_length_holds_completions": {
+        "use_vllm": True,
+        "vllm_max_model_length": 256,
+        "max_completion_length": 256,
+    },
+    "delta_inside_clip_range": {"delta": 1.1},
+    "sequence_ratio_with_token_sum": {"importance_sampling_level": "sequence"},
+    "entropy_coef_bounds": {"entropy_coef_min": 2.0},
+    "entropy_coef_outside_bounds": {"use_adaptive_entropy": True, "entropy_coef": 1.5},
+    "truncation_with_liger": {"use_liger_kernel": True, "top_p": 0.9},
+}
+
+
+def test_every_rule_has_an_example():
+    assert set(EXAMPLES) == {rule.__name__ for rule in [*RULES, *CAUTIONS]}
+    functions = {name: value for name, value in vars(validation).items() if inspect.isfunction(value)}
+    assert set(EXAMPLES) == {
+        name for name, f in functions.items() if [*inspect.signature(f).parameters] == ["c"]
+    }
 
 
 def test_rule_names_are_unique():
@@ -23,22 +63,22 @@ def test_rule_names_are_unique():
 @pytest.mark.filterwarnings("ignore:vllm_importance_sampling_cap is the old name:FutureWarning")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_example_violates_its_rule_alone(build, rule):
-    found, text = invalid(build, **RULES[rule])
+    found, text = invalid(build, **EXAMPLES[rule.__name__])
     assert set(found) == {rule.__name__}
     (message,) = found[rule.__name__]
     assert message in text
     for part in ("=", "allowed: ", "nearest valid: "):
         assert part in message
-    assert any(f"{field}=" in message or f"{field}[" in message for field in RULES[rule])
+    assert any(f"{field}=" in message or f"{field}[" in message for field in EXAMPLES[rule.__name__])
 
 
 @pytest.mark.parametrize("rule", CAUTIONS, ids=lambda rule: rule.__name__)
 def test_example_of_a_caution_is_valid_and_warned_of(build, rule):
-    config = build(**CAUTIONS[rule])
+    config = build(**EXAMPLES[rule.__name__])
     assert violations(config) == {}
     (message,) = rule(config)
     assert warnings_of(config) == [message]
-    assert all(f"{field}={value!r}" in message for field, value in CAUTIONS[rule].items())
+    assert all(f"{field}={value!r}" in message for field, value in EXAMPLES[rule.__name__].items())
 
 
 def test_delta_at_the_end_of_the_clip_range_never_binds_alone(build):

@@ -18,6 +18,148 @@ from groupwise.errors import ConfigError
 SETTINGS = GRPOConfig.SETTINGS
 CONSTRAINED = sorted(name for name, setting in SETTINGS.items() if setting.allowed or setting.unsupported)
 REQUIREMENTS = [(name, condition) for name, setting in SETTINGS.items() for condition in setting.requires]
+#: A value that violates the bounds or choices of a setting, or that has a requirement.
+EXAMPLES: dict[str, object] = {
+    "learning_rate": -1e-06,
+    "activation_memory_fraction": 1.5,
+    "router_aux_loss_coef": -0.1,
+    "num_generations": 1,
+    "num_generations_eval": 0,
+    "max_completion_length": 0,
+    "max_prompt_length": 0,
+    "pad_to_multiple_of": 0,
+    "generation_batch_size": -8,
+    "steps_per_generation": 0,
+    "temperature": 0.0,
+    "top_p": 1.5,
+    "top_k": -2,
+    "min_p": -0.1,
+    "repetition_penalty": 0.0,
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"max_batch_tokens": 256},
+    "ds3_gather_for_generation": False,
+    "vllm_mode": "colocated",
+    "vllm_model_impl": "hf",
+    "vllm_server_port": 0,
+    "vllm_server_timeout": 0.0,
+    "vllm_group_port": 70000,
+    "vllm_gpu_memory_utilization": 1.2,
+    "vllm_max_model_length": 0,
+    "vllm_tensor_parallel_size": 0,
+    "vllm_weight_check": "every_step",
+    "vllm_importance_sampling_mode": "sequence_maks",
+    "vllm_importance_sampling_clip_max": -3.0,
+    "vllm_importance_sampling_clip_min": -0.5,
+    "logprob_mismatch_check": "warm",
+    "logprob_mismatch_steps": 0,
+    "beta": -1.0,
+    "kl_estimator": "k4",
+    "kl_in_reward": True,
+    "use_bias_correction_kl": True,
+    "num_iterations": 0,
+    "epsilon": -0.2,
+    "epsilon_high": -0.2,
+    "delta": 0.0,
+    "loss_type": "grop",
+    "importance_sampling_level": "tokens",
+    "sapo_temperature_pos": 0.0,
+    "sapo_temperature_neg": -1.0,
+    "vespo_k_pos": 0.0,
+    "vespo_lambda_pos": 0.0,
+    "vespo_k_neg": -1.0,
+    "vespo_lambda_neg": -1.0,
+    "off_policy_mask_threshold": -0.1,
+    "top_entropy_quantile": -0.1,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.1,
+    "ref_model_sync_steps": 0,
+    "entropy_coef_delta": 0.0,
+    "entropy_target": -0.2,
+    "scale_rewards": "groups",
+    "multi_objective_aggregation": "sum",
+    "advantage_baseline": "leave_out",
+    "reward_timeout": 0.0,
+    "reward_on_error": "ignore",
+    "eval_pass_at_k": [0],
+    "eval_max_samples": 0,
+    "max_tool_calling_iterations": 0,
+    "tool_timeout": 0.0,
+    "rollout_on_error": "drop",
+    "rollout_retries": -1,
+    "use_liger_kernel": True,
+    "logprob_head": "chunk",
+    "sequence_layout": "padding",
+    "dynamic_sampling_max_rounds": 0,
+    "rollout_staleness": -1,
+    "num_completions_to_print": -1,
+    "log_completions_hub_repo": "me/completions",
+    "hub_include": ["prompts"],
+    "max_steps": -2,
+    "per_device_train_batch_size": 0,
+    "gradient_accumulation_steps": 0,
+    "auto_find_batch_size": True,
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "per_device_eval_batch_size": 0,
+    "seed": -5,
+    "data_seed": -5,
+    "dataloader_in_order": False,
+    "train_sampling_strategy": "sequential",
+}
+#: Other settings with which a requirement is not met, by setting and text of the requirement.
+VIOLATED_BY: dict[tuple[str, str], dict[str, object]] = {
+    ("use_transformers_continuous_batching", "use_vllm=False"): {"use_vllm": True},
+    ("ds3_gather_for_generation", "use_vllm=False"): {"use_vllm": True},
+    ("vllm_tensor_parallel_size", "a divisor of the number of processes"): {"use_vllm": True},
+    ("vllm_importance_sampling_mode", "a clip_max or a clip_min to truncate to"): {
+        "vllm_importance_sampling_clip_max": None
+    },
+    ("vllm_importance_sampling_clip_min", "a value of at most vllm_importance_sampling_clip_max"): {
+        "vllm_importance_sampling_clip_max": 0.5
+    },
+    ("kl_in_reward", "a multi_objective_aggregation that normalizes the sum"): {
+        "beta": 0.04,
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    ("use_bias_correction_kl", "kl_in_reward=False if beta > 0"): {"kl_in_reward": True, "beta": 0.04},
+    ("eval_pass_at_k", "each k at most num_generations_eval"): {"num_generations_eval": 4},
+    (
+        "use_liger_kernel",
+        "loss_type='grpo' or 'bnpo' or 'dr_grpo' or 'dapo' or 'cispo' or 'sapo' or 'luspo' or 'vespo'",
+    ): {"loss_type": "mine"},
+    ("use_liger_kernel", "importance_sampling_level='token' if loss_type is cispo, sapo or vespo"): {
+        "importance_sampling_level": "sequence",
+        "loss_type": "sapo",
+    },
+    (
+        "use_liger_kernel",
+        "importance_sampling_level='sequence' and no KL in the loss if loss_type is luspo",
+    ): {"loss_type": "luspo"},
+    ("use_liger_kernel", "kl_estimator='k3' if the KL is in the loss"): {"kl_estimator": "k2", "beta": 0.1},
+    ("use_liger_kernel", "off_policy_mask_threshold=None"): {"off_policy_mask_threshold": 0.5},
+    ("use_liger_kernel", "top_entropy_quantile=1.0"): {"top_entropy_quantile": 0.5},
+    ("use_liger_kernel", "entropy_coef=0.0"): {"entropy_coef": 0.1},
+    ("use_liger_kernel", "use_adaptive_entropy=False"): {"use_adaptive_entropy": True},
+    ("use_liger_kernel", "sequence_layout='padded' or 'auto'"): {"sequence_layout": "packed"},
+    ("use_liger_kernel", "logprob_head='auto'"): {"logprob_head": "dense"},
+    ("rollout_staleness", "steps_per_generation x num_iterations divisible by gradient_accumulation_steps"): {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 1,
+    },
+    ("rollout_staleness", "vllm_importance_sampling_correction=True"): {
+        "vllm_importance_sampling_correction": False,
+        "use_vllm": True,
+        "vllm_mode": "server",
+    },
+    ("rollout_staleness", "at most 1 with dynamic_sampling=True"): {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "dynamic_sampling": True,
+    },
+    ("neftune_noise_alpha", "sequence_layout='auto' or 'padded'"): {"sequence_layout": "packed"},
+}
 #: Valid values of settings whose example is out of their range; the other requirements are of the example.
 VALID = {
     "vllm_tensor_parallel_size": 1000003,
@@ -52,18 +194,18 @@ FLOAT_FIELDS = sorted(
 
 @pytest.mark.parametrize("name", CONSTRAINED)
 def test_example_violates_its_setting_alone(build, name):
-    found, text = invalid(build, **{name: SETTINGS[name].example})
+    found, text = invalid(build, **{name: EXAMPLES[name]})
     assert set(found) == {name}
     (message,) = found[name]
-    assert message in text and message.startswith(f"{name}={SETTINGS[name].example!r} ")
+    assert message in text and message.startswith(f"{name}={EXAMPLES[name]!r} ")
     assert "; allowed: " in message and "; nearest valid: " in message
 
 
 @pytest.mark.parametrize(("name", "condition"), REQUIREMENTS, ids=lambda value: getattr(value, "text", value))
 def test_a_requirement_that_is_not_met_is_reported_alone(build, name, condition):
     register_objective("mine", OBJECTIVES["dapo"].surrogate, "token_mean")  # Liger does not have it
-    value = VALID.get(name, SETTINGS[name].example)
-    found, text = invalid(build, **{name: value, **condition.violated_by})
+    value = VALID.get(name, EXAMPLES[name])
+    found, text = invalid(build, **{name: value, **VIOLATED_BY.get((name, condition.text), {})})
     assert set(found) == {name}
     (message,) = found[name]
     assert message in text and message.startswith(f"{name}={value!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from groupwise.config.settings import Condition, on
@@ -22,7 +21,7 @@ SAPO = _surrogate("loss_type='sapo'", surrogates.sapo)
 VESPO = _surrogate("loss_type='vespo'", surrogates.vespo)
 KL = Condition("beta > 0", lambda c: c.beta > 0)
 VLLM = on("use_vllm")
-NOT_VLLM = Condition("use_vllm=False", lambda c: not c.use_vllm, violated_by={"use_vllm": True})
+NOT_VLLM = Condition("use_vllm=False", lambda c: not c.use_vllm)
 COLOCATE = Condition(
     "use_vllm=True with vllm_mode='colocate'", lambda c: c.use_vllm and c.vllm_mode == "colocate"
 )
@@ -39,19 +38,11 @@ PASS_AT_K = Condition("eval_pass_at_k is set", lambda c: c.eval_pass_at_k is not
 _lasting = partial(Condition, lasts=True)
 
 
-def _has(
-    name: str,
-    *values: object,
-    because: str,
-    example: object,
-    only_if: Condition | None = None,
-    others: Mapping[str, object] | None = None,
-) -> Condition:
+def _has(name: str, *values: object, because: str, only_if: Condition | None = None) -> Condition:
     """Return the lasting condition that a setting has one of the values, the first of which is the way out.
 
     Args:
         only_if: where this does not hold, every value is valid.
-        example, others: another value, and other settings, with which it does not hold.
     """
     text = f"{name}={' or '.join(map(repr, values))}"
     return _lasting(
@@ -60,7 +51,6 @@ def _has(
         because,
         (name,),
         f"{name}={values[0]!r}",
-        violated_by={name: example, **(others or {})},
     )
 
 
@@ -71,15 +61,12 @@ K_OF_GENERATIONS = _lasting(
     lambda c: max(c.eval_pass_at_k) <= (c.num_generations_eval or max(c.eval_pass_at_k)),
     reads=("num_generations_eval",),
     nearest="eval_pass_at_k=[1, {c.num_generations_eval}]",
-    violated_by={"num_generations_eval": 4},
 )
 DIVIDES_PROCESSES = Condition(
     "a divisor of the number of processes",
     lambda c: not COLOCATE.holds(c) or c.world_size % c.vllm_tensor_parallel_size == 0,
     reads=("world_size",),
-    violated_by={"use_vllm": True},
 )
-_SERVER: dict[str, object] = {"use_vllm": True, "vllm_mode": "server"}
 STALENESS = (
     SERVER,
     _lasting(
@@ -88,14 +75,11 @@ STALENESS = (
         "the next batch would be generated within an optimizer step",
         ("steps_per_generation", "num_iterations", "gradient_accumulation_steps"),
         "steps_per_generation={c.gradient_accumulation_steps}",
-        violated_by={**_SERVER, "gradient_accumulation_steps": 2, "steps_per_generation": 1},
     ),
     _has(
         "vllm_importance_sampling_correction",
         True,
         because="completions are sampled from older weights, which is not corrected",
-        example=False,
-        others=_SERVER,
     ),
     _lasting(
         "at most 1 with dynamic_sampling=True",
@@ -103,7 +87,6 @@ STALENESS = (
         "the prompts of a batch are known when the one before is full",
         ("dynamic_sampling",),
         "rollout_staleness=1",
-        violated_by={**_SERVER, "dynamic_sampling": True},
     ),
 )
 
@@ -114,15 +97,12 @@ SUM_OF_REWARDS = _lasting(
     lambda c: c.beta == 0 or not AGGREGATIONS[c.multi_objective_aggregation].normalize_first,
     "the KL is subtracted from one reward, and each reward function is normalized first",
     ("multi_objective_aggregation",),
-    violated_by={"beta": 0.04, "multi_objective_aggregation": "normalize_then_sum"},
 )
 KL_IN_LOSS = _has(
     "kl_in_reward",
     False,
     because="it corrects the KL in the loss, which has none",
     only_if=KL,
-    example=True,
-    others={"beta": 0.04},
 )
 BELOW_CLIP_MAX = _lasting(
     "a value of at most vllm_importance_sampling_clip_max",
@@ -132,7 +112,6 @@ BELOW_CLIP_MAX = _lasting(
     ),
     reads=("vllm_importance_sampling_clip_max",),
     nearest="vllm_importance_sampling_clip_min={c.vllm_importance_sampling_clip_max}",
-    violated_by={"vllm_importance_sampling_clip_max": 0.5},
 )
 BOUNDS_OF_TRUNCATION = _lasting(
     "a clip_max or a clip_min to truncate to",
@@ -141,14 +120,12 @@ BOUNDS_OF_TRUNCATION = _lasting(
         or {c.vllm_importance_sampling_clip_max, c.vllm_importance_sampling_clip_min} != {None}
     ),
     nearest="vllm_importance_sampling_clip_max=3.0",
-    violated_by={"vllm_importance_sampling_clip_max": None},
 )
 PADDED_ROWS = _has(
     "sequence_layout",
     "auto",
     "padded",
     because="the noise is scaled by the length of a row, which has many sequences in other layouts",
-    example="packed",
 )
 
 
@@ -156,7 +133,7 @@ _KL_IS_IN_LOSS = Condition("the KL is in the loss", lambda c: c.beta != 0 and no
 _LIGER_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 #: Limits of Liger's fused loss; that on truncated sampling is a rule of ``validation.py``.
 LIGER = (
-    _has("loss_type", *_LIGER_LOSSES, because="Liger has its own surrogates", example="mine"),
+    _has("loss_type", *_LIGER_LOSSES, because="Liger has its own surrogates"),
     _has(
         "importance_sampling_level",
         "token",
@@ -164,8 +141,6 @@ LIGER = (
         only_if=Condition(
             "loss_type is cispo, sapo or vespo", lambda c: c.loss_type in ("cispo", "sapo", "vespo")
         ),
-        example="sequence",
-        others={"loss_type": "sapo"},
     ),
     _lasting(
         "importance_sampling_level='sequence' and no KL in the loss if loss_type is luspo",
@@ -175,20 +150,17 @@ LIGER = (
         ),
         "Liger includes padding in the mean of token terms",
         ("loss_type", "importance_sampling_level", "beta"),
-        violated_by={"loss_type": "luspo"},
     ),
     _has(
         "kl_estimator",
         "k3",
         because="Liger has no other estimator",
         only_if=_KL_IS_IN_LOSS,
-        example="k2",
-        others={"beta": 0.1},
     ),
-    _has("off_policy_mask_threshold", None, because="Liger has no off-policy sequence mask", example=0.5),
-    _has("top_entropy_quantile", 1.0, because="Liger has one mask for policy loss and KL", example=0.5),
-    _has("entropy_coef", 0.0, because="Liger computes no entropy", example=0.1),
-    _has("use_adaptive_entropy", False, because="Liger computes no entropy", example=True),
-    _has("sequence_layout", "padded", "auto", because="Liger requires rectangular batches", example="packed"),
-    _has("logprob_head", "auto", because="Liger's fused loss has its own head", example="dense"),
+    _has("off_policy_mask_threshold", None, because="Liger has no off-policy sequence mask"),
+    _has("top_entropy_quantile", 1.0, because="Liger has one mask for policy loss and KL"),
+    _has("entropy_coef", 0.0, because="Liger computes no entropy"),
+    _has("use_adaptive_entropy", False, because="Liger computes no entropy"),
+    _has("sequence_layout", "padded", "auto", because="Liger requires rectangular batches"),
+    _has("logprob_head", "auto", because="Liger's fused loss has its own head"),
 )

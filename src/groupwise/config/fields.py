@@ -45,15 +45,10 @@ INHERITED: Final[dict[str, Setting]] = {
     # Output and length of the run
     "output_dir": Setting("A relative path becomes absolute when the configuration is built."),
     "num_train_epochs": _of_schedule("Passes over the training prompts.", card="always"),
-    "max_steps": _of_schedule(ge=-1, example=-2, card="if_changed"),
-    "per_device_train_batch_size": Setting(
-        "Completions per device and micro-batch.", ge=1, example=0, card="always"
-    ),
-    "gradient_accumulation_steps": Setting(
-        "Micro-batches per optimizer step.", ge=1, example=0, card="always"
-    ),
+    "max_steps": _of_schedule(ge=-1, card="if_changed"),
+    "per_device_train_batch_size": Setting("Completions per device and micro-batch.", ge=1, card="always"),
+    "gradient_accumulation_steps": Setting("Micro-batches per optimizer step.", ge=1, card="always"),
     "auto_find_batch_size": Setting(
-        example=True,
         unsupported="a generation batch has micro-batches of one size; one that does not fit in memory "
         "is split in any case",
     ),
@@ -69,12 +64,11 @@ INHERITED: Final[dict[str, Setting]] = {
     ),
     "max_grad_norm": Setting(card="if_changed"),
     "average_tokens_across_devices": Setting(ignored="token weights are always counted over all processes"),
-    "label_smoothing_factor": Setting(example=0.1, unsupported="the policy loss has no labels to smooth"),
+    "label_smoothing_factor": Setting(unsupported="the policy loss has no labels to smooth"),
     "neftune_noise_alpha": Setting(
         "Noise on the embeddings in training forwards, which are padded then; generation and old log-probs "
         "have none.",
         requires=(when.PADDED_ROWS,),
-        example=5.0,
     ),
     # Precision and speed
     "fp16": Setting(card="if_changed"),
@@ -83,7 +77,7 @@ INHERITED: Final[dict[str, Setting]] = {
     # Logs and evaluation
     "include_num_input_tokens_seen": Setting(ignored="the metric num_tokens counts the tokens"),
     "eval_steps": Setting(on_resume=TRAINER_STATE),
-    "per_device_eval_batch_size": Setting("Completions per device in evaluation.", ge=1, example=0),
+    "per_device_eval_batch_size": Setting("Completions per device in evaluation.", ge=1),
     **dict.fromkeys(
         (
             *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "label_names"),
@@ -104,13 +98,12 @@ INHERITED: Final[dict[str, Setting]] = {
         "Seed of sampling, of the order of prompts and of dropout.",
         ge=0,
         le=2**32 - 1,
-        example=-5,
         card="always",
         changes="run",
         on_resume=PROMPT_ORDER,
     ),
     "data_seed": Setting(
-        "Seed of the order of prompts; None: seed.", ge=0, example=-5, changes="run", on_resume=PROMPT_ORDER
+        "Seed of the order of prompts; None: seed.", ge=0, changes="run", on_resume=PROMPT_ORDER
     ),
     "dataloader_num_workers": Setting("Processes that read rows ahead."),
     "dataloader_drop_last": Setting(
@@ -125,12 +118,10 @@ INHERITED: Final[dict[str, Setting]] = {
         "Of the evaluation loader; training rows have one loader per process."
     ),
     "dataloader_in_order": Setting(
-        example=False,
         unsupported="completions of a prompt may be on several processes, which must read the same batches",
     ),
     "train_sampling_strategy": Setting(
         "See shuffle_dataset.",
-        example="sequential",
         unsupported="prompts are read in random order, or with shuffle_dataset=False in that of the dataset; "
         "micro-batches are balanced by length in any case",
     ),
@@ -157,8 +148,7 @@ class GRPOFields(TrainingArguments):
 
     # Changed defaults of TrainingArguments
     learning_rate: Annotated[float, Setting(
-        "Initial learning rate.", ge=0, example=-1e-6, card="always", changes="run",
-        on_resume=OPTIMIZER_STATE)] = 1e-6
+        "Initial learning rate.", ge=0, card="always", changes="run", on_resume=OPTIMIZER_STATE)] = 1e-6
     logging_steps: Annotated[float, Setting(
         "Optimizer steps between logs; a value below 1 is a fraction of all steps.",
         on_resume=TRAINER_STATE)] = 10
@@ -166,8 +156,8 @@ class GRPOFields(TrainingArguments):
         "Recompute activations in the backward pass to save memory.", card="if_changed")] = True
     activation_memory_fraction: Annotated[float, Setting(
         "Share of the memory that the first optimizer step leaves free. Gradient checkpointing keeps "
-        "activations in it instead of recomputing them. 0: recompute every layer.",
-        ge=0, le=1, example=1.5, no_effect_unless=when.on("gradient_checkpointing"))] = 0.5
+        "activations in it instead of recomputing them. 0: recompute every layer.", ge=0, le=1,
+        no_effect_unless=when.on("gradient_checkpointing"))] = 0.5
     remove_unused_columns: Annotated[bool, Setting(
         "Drop dataset columns that the model does not take; reward functions do not receive them.")] = False
     report_to: Annotated[None | str | list, Setting(  # noqa: RUF036
@@ -190,50 +180,46 @@ class GRPOFields(TrainingArguments):
         card="if_changed")] = False
     router_aux_loss_coef: Annotated[float | None, Setting(
         "Weight of the load-balancing loss of a mixture of experts. None: the value of the model config.",
-        ge=0, example=-0.1, card="if_changed")] = None
+        ge=0, card="if_changed")] = None
 
     # Batches
     num_generations: Annotated[int, Setting(
-        "Completions per prompt (G); divides generation_batch_size.", ge=2, example=1, card="always",
+        "Completions per prompt (G); divides generation_batch_size.", ge=2, card="always",
         on_resume=PROMPT_ORDER)] = 8
     num_generations_eval: Annotated[int | None, Setting(
-        "Completions per prompt in evaluation. None: num_generations.", ge=1, example=0,
-        changes="step")] = None
+        "Completions per prompt in evaluation. None: num_generations.", ge=1, changes="step")] = None
     max_completion_length: Annotated[int, Setting(
-        "Maximum number of tokens generated per completion.", ge=1, example=0, card="always")] = 256
+        "Maximum number of tokens generated per completion.", ge=1, card="always")] = 256
     max_prompt_length: Annotated[int | None, Setting(
-        "Truncate longer prompts from the left. None: no truncation.",
-        ge=1, example=0, card="if_changed")] = None
+        "Truncate longer prompts from the left. None: no truncation.", ge=1, card="if_changed")] = None
     pad_to_multiple_of: Annotated[int | str | None, Setting(
-        "Pad prompts and completions to a multiple of this length. auto: 128 on Neuron, off elsewhere.",
-        ge=1, choices=("auto",), example=0)] = None
+        "Pad prompts and completions to a multiple of this length. auto: 128 on Neuron, off elsewhere.", ge=1,
+        choices=("auto",))] = None
     shuffle_dataset: Annotated[bool, Setting(
         "Shuffle the training prompts.", card="if_changed", on_resume=PROMPT_ORDER)] = True
     generation_batch_size: Annotated[int | None, Setting(
-        "Completions generated at a time by all processes. Set this or steps_per_generation.",
-        ge=1, example=-8, card="always", on_resume=PROMPT_ORDER)] = None
+        "Completions generated at a time by all processes. Set this or steps_per_generation.", ge=1,
+        card="always", on_resume=PROMPT_ORDER)] = None
     steps_per_generation: Annotated[int | None, Setting(
         "Micro-batches per generation batch: per_device_train_batch_size x processes x this many "
-        "completions. None: gradient_accumulation_steps.",
-        ge=1, example=0, on_resume=PROMPT_ORDER)] = None
+        "completions. None: gradient_accumulation_steps.", ge=1, on_resume=PROMPT_ORDER)] = None
 
     # Generation
     temperature: Annotated[float, Setting(
-        "Sampling temperature, also of the trainer's log-probs.", gt=0, example=0.0, card="always",
+        "Sampling temperature, also of the trainer's log-probs.", gt=0, card="always",
         changes="generation")] = 1.0
     top_p: Annotated[float, Setting(
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off. Log-probs "
-        "are those of the truncated distribution where the sampler reports the sampling mask.",
-        gt=0, le=1, example=1.5, card="if_changed", changes="generation")] = 1.0
+        "are those of the truncated distribution where the sampler reports the sampling mask.", gt=0, le=1,
+        card="if_changed", changes="generation")] = 1.0
     top_k: Annotated[int | None, Setting(
-        "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.",
-        ge=0, example=-2, card="if_changed", changes="generation")] = None
+        "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.", ge=0,
+        card="if_changed", changes="generation")] = None
     min_p: Annotated[float | None, Setting(
         "Drop tokens less probable than this fraction of the most probable one. None or 0: off. Truncates "
-        "like top_p.",
-        ge=0, le=1, example=-0.1, card="if_changed", changes="generation")] = None
+        "like top_p.", ge=0, le=1, card="if_changed", changes="generation")] = None
     repetition_penalty: Annotated[float, Setting(
-        "Penalty on tokens that are already present. 1: off.", gt=0, example=0.0, card="if_changed",
+        "Penalty on tokens that are already present. 1: off.", gt=0, card="if_changed",
         changes="generation")] = 1.0
     generation_kwargs: Annotated[Json, Setting(
         "Further sampler arguments (dict or JSON). They override the fields above, also for the trainer's "
@@ -247,24 +233,23 @@ class GRPOFields(TrainingArguments):
         "of TRL on the same seed and is slower.",
         no_effect_unless=when.NOT_VLLM)] = None
     use_transformers_continuous_batching: Annotated[bool, Setting(
-        "Generate with transformers' continuous batching.", requires=(when.NOT_VLLM,), example=True,
+        "Generate with transformers' continuous batching.", requires=(when.NOT_VLLM,),
         card="if_changed")] = False
     transformers_continuous_batching_config: Annotated[Json, Setting(
         "Settings (dict or JSON) of continuous batching.",
-        requires=(on("use_transformers_continuous_batching"),), example={"max_batch_tokens": 256})] = None
+        requires=(on("use_transformers_continuous_batching"),))] = None
     ds3_gather_for_generation: Annotated[bool, Setting(
         "Under ZeRO-3, gather the whole policy on every device once per generation. False: layer by layer in "
-        "every forward, which takes less memory and is slower.",
-        requires=(when.NOT_VLLM,), example=False)] = True
+        "every forward, which takes less memory and is slower.", requires=(when.NOT_VLLM,))] = True
 
     # vLLM
     use_vllm: Annotated[bool, Setting("Generate with vLLM.", card="if_changed")] = False
     vllm_mode: Annotated[str, Setting(
         "colocate: engine in the trainer's processes. server: separate processes.",
-        choices=("colocate", "server"), example="colocated", card="if_changed")] = "colocate"
+        choices=("colocate", "server"), card="if_changed")] = "colocate"
     vllm_model_impl: Annotated[str, Setting(
-        "Model implementation of the engine.",
-        choices=("vllm", "transformers"), example="hf", no_effect_unless=when.COLOCATE)] = "vllm"
+        "Model implementation of the engine.", choices=("vllm", "transformers"),
+        no_effect_unless=when.COLOCATE)] = "vllm"
     vllm_enable_sleep_mode: Annotated[bool, Setting(
         "Free the memory of the engine during training.", no_effect_unless=when.COLOCATE)] = False
     vllm_structured_outputs_regex: Annotated[str | None, Setting(
@@ -274,122 +259,117 @@ class GRPOFields(TrainingArguments):
     vllm_server_host: Annotated[str, Setting(
         "Host name or IP address of the server.", no_effect_unless=when.SERVER)] = "0.0.0.0"
     vllm_server_port: Annotated[int, Setting(
-        "Port of the server.", ge=1, le=65535, example=0, no_effect_unless=when.SERVER)] = 8000
+        "Port of the server.", ge=1, le=65535, no_effect_unless=when.SERVER)] = 8000
     vllm_server_timeout: Annotated[float, Setting(
-        "Seconds to wait for the server before a ConnectionError.",
-        gt=0, example=0.0, no_effect_unless=when.SERVER)] = 240.0
+        "Seconds to wait for the server before a ConnectionError.", gt=0,
+        no_effect_unless=when.SERVER)] = 240.0
     vllm_group_port: Annotated[int, Setting(
-        "Port of the process group that transfers weights to the server.",
-        ge=1, le=65535, example=70000, no_effect_unless=when.SERVER)] = 51216
+        "Port of the process group that transfers weights to the server.", ge=1, le=65535,
+        no_effect_unless=when.SERVER)] = 51216
     vllm_gpu_memory_utilization: Annotated[float, Setting(
-        "Fraction of the GPU memory for the engine.",
-        gt=0, le=1, example=1.2, no_effect_unless=when.COLOCATE)] = 0.3
+        "Fraction of the GPU memory for the engine.", gt=0, le=1, no_effect_unless=when.COLOCATE)] = 0.3
     vllm_max_model_length: Annotated[int | None, Setting(
-        "Maximum number of tokens of prompt and completion together.",
-        ge=1, example=0, no_effect_unless=when.COLOCATE)] = None
+        "Maximum number of tokens of prompt and completion together.", ge=1,
+        no_effect_unless=when.COLOCATE)] = None
     vllm_tensor_parallel_size: Annotated[int, Setting(
-        "Processes that share one engine.", ge=1, example=0, requires=(when.DIVIDES_PROCESSES,),
+        "Processes that share one engine.", ge=1, requires=(when.DIVIDES_PROCESSES,),
         no_effect_unless=when.COLOCATE)] = 1
     vllm_engine_kwargs: Annotated[Json, Setting(
         "Further arguments (dict or JSON) of the engine.", no_effect_unless=when.COLOCATE)] = None
     vllm_weight_check: Annotated[str, Setting(
         "Compare all weights that vLLM computes with to the trainer's after every sync, the first, or never.",
-        choices=("every_sync", "first", "off"), example="every_step",
-        no_effect_unless=when.VLLM)] = "every_sync"
+        choices=("every_sync", "first", "off"), no_effect_unless=when.VLLM)] = "every_sync"
     vllm_importance_sampling_correction: Annotated[bool, Setting(
         "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
         card="if_changed", changes="step")] = True
     vllm_importance_sampling_mode: Annotated[str, Setting(
         "Correct per token or per sequence; truncate the ratio at the bounds, or mask it beyond them.",
-        choices=CORRECTION_MODES, example="sequence_maks", requires=(when.BOUNDS_OF_TRUNCATION,),
-        no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = "sequence_mask"
+        choices=CORRECTION_MODES, requires=(when.BOUNDS_OF_TRUNCATION,), no_effect_unless=when.CORRECTION,
+        card="if_changed", changes="step")] = "sequence_mask"
     vllm_importance_sampling_clip_max: Annotated[float | None, Setting(
-        "Upper bound of the correction. None: no bound.",
-        gt=0, example=-3.0, no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = 3.0
+        "Upper bound of the correction. None: no bound.", gt=0, no_effect_unless=when.CORRECTION,
+        card="if_changed", changes="step")] = 3.0
     vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
-        "Lower bound of the correction. None: no bound.",
-        ge=0, example=-0.5, requires=(when.BELOW_CLIP_MAX,), no_effect_unless=when.CORRECTION,
-        card="if_changed", changes="step")] = None
+        "Lower bound of the correction. None: no bound.", ge=0, requires=(when.BELOW_CLIP_MAX,),
+        no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = None
     rollout_func_importance_sampling_correction: Annotated[bool, Setting(
         "Correct for the log-probs that a rollout_func returns without vLLM, too.",
         no_effect_unless=when.CORRECTION_WITHOUT_VLLM, card="if_changed", changes="step")] = False
     logprob_mismatch_check: Annotated[str, Setting(
         "Compare the log-probs of a separate sampler with those of the trainer.",
-        choices=("off", "warn", "error"), example="warm")] = "warn"
+        choices=("off", "warn", "error"))] = "warn"
     logprob_mismatch_steps: Annotated[int, Setting(
-        "Generations between two comparisons, after the first two generations.", ge=1, example=0)] = 20
+        "Generations between two comparisons, after the first two generations.", ge=1)] = 20
 
     # Loss
     beta: Annotated[float, Setting(
-        "Weight of the KL to the reference model. 0: no reference model in memory.",
-        ge=0, example=-1.0, card="always", changes="step")] = 0.0
+        "Weight of the KL to the reference model. 0: no reference model in memory.", ge=0, card="always",
+        changes="step")] = 0.0
     kl_estimator: Annotated[str, Setting(
-        "Estimator of the KL per token.",
-        choices=KL_ESTIMATORS, example="k4", no_effect_unless=when.KL, card="if_changed",
+        "Estimator of the KL per token.", choices=KL_ESTIMATORS, no_effect_unless=when.KL, card="if_changed",
         changes="step")] = "k3"
     kl_in_reward: Annotated[bool, Setting(
         "Subtract the KL from the reward instead of adding it to the loss.",
-        requires=(when.KL, when.SUM_OF_REWARDS), example=True, card="if_changed", changes="step")] = False
+        requires=(when.KL, when.SUM_OF_REWARDS), card="if_changed", changes="step")] = False
     use_bias_correction_kl: Annotated[bool, Setting(
-        "Multiply the KL by the importance ratio (DeepSeek-V3.2).",
-        requires=(when.KL_IN_LOSS,), example=True, no_effect_unless=when.KL, card="if_changed",
-        changes="step")] = False
+        "Multiply the KL by the importance ratio (DeepSeek-V3.2).", requires=(when.KL_IN_LOSS,),
+        no_effect_unless=when.KL, card="if_changed", changes="step")] = False
     num_iterations: Annotated[int, Setting(
-        "Optimization epochs over each generation batch (mu).", ge=1, example=0, card="always",
-        changes="generation", on_resume=PROMPT_ORDER)] = 1
+        "Optimization epochs over each generation batch (mu).", ge=1, card="always", changes="generation",
+        on_resume=PROMPT_ORDER)] = 1
     epsilon: Annotated[float, Setting(
-        "Clip range of the ratio below 1, and above 1 unless epsilon_high is set.",
-        ge=0, example=-0.2, card="always", changes="step")] = 0.2
+        "Clip range of the ratio below 1, and above 1 unless epsilon_high is set.", ge=0, card="always",
+        changes="step")] = 0.2
     epsilon_high: Annotated[float | None, Setting(
-        "Clip range of the ratio above 1; for cispo the upper bound of the ratio. None: epsilon.",
-        ge=0, example=-0.2, card="always", changes="step")] = None
+        "Clip range of the ratio above 1; for cispo the upper bound of the ratio. None: epsilon.", ge=0,
+        card="always", changes="step")] = None
     delta: Annotated[float | None, Setting(
-        "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.",
-        gt=0, example=0.0, no_effect_unless=when.CLIPPED_RATIO, card="if_changed", changes="step")] = None
+        "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.", gt=0,
+        no_effect_unless=when.CLIPPED_RATIO, card="if_changed", changes="step")] = None
     loss_type: Annotated[str, Setting(
-        "Objective; register_objective adds further ones.",
-        choices=OBJECTIVES, example="grop", card="always", changes="step")] = "dapo"
+        "Objective; register_objective adds further ones.", choices=OBJECTIVES, card="always",
+        changes="step")] = "dapo"
     loss_kwargs: Annotated[Json, Setting(
         "Hyperparameters (dict or JSON) of a registered objective, validated by its dataclass.",
         changes="step")] = None
     importance_sampling_level: Annotated[str, Setting(
-        "Ratio per token, or per sequence (GSPO).",
-        choices=RATIO_LEVELS, example="tokens", card="always", changes="step")] = "token"
+        "Ratio per token, or per sequence (GSPO).", choices=RATIO_LEVELS, card="always",
+        changes="step")] = "token"
     sapo_temperature_pos: Annotated[float, Setting(
-        "Gate temperature for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=when.SAPO, card="if_changed", changes="step")] = 1.0
+        "Gate temperature for positive advantages.", gt=0, no_effect_unless=when.SAPO, card="if_changed",
+        changes="step")] = 1.0
     sapo_temperature_neg: Annotated[float, Setting(
-        "Gate temperature for the other advantages.",
-        gt=0, example=-1.0, no_effect_unless=when.SAPO, card="if_changed", changes="step")] = 1.05
+        "Gate temperature for the other advantages.", gt=0, no_effect_unless=when.SAPO, card="if_changed",
+        changes="step")] = 1.05
     vespo_k_pos: Annotated[float, Setting(
-        "Power of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 2.0
+        "Power of the weight for positive advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
+        changes="step")] = 2.0
     vespo_lambda_pos: Annotated[float, Setting(
-        "Decay of the weight for positive advantages.",
-        gt=0, example=0.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 3.0
+        "Decay of the weight for positive advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
+        changes="step")] = 3.0
     vespo_k_neg: Annotated[float, Setting(
-        "Power of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 3.0
+        "Power of the weight for negative advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
+        changes="step")] = 3.0
     vespo_lambda_neg: Annotated[float, Setting(
-        "Decay of the weight for negative advantages.",
-        gt=0, example=-1.0, no_effect_unless=when.VESPO, card="if_changed", changes="step")] = 2.0
+        "Decay of the weight for negative advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
+        changes="step")] = 2.0
     off_policy_mask_threshold: Annotated[float | None, Setting(
-        "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.",
-        ge=0, example=-0.1, card="if_changed", changes="step")] = None
+        "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.", ge=0,
+        card="if_changed", changes="step")] = None
     mask_truncated_completions: Annotated[bool, Setting(
         "Mask completions without an end token in the loss.", card="if_changed", changes="step")] = False
     top_entropy_quantile: Annotated[float, Setting(
-        "Fraction of the tokens, those of highest entropy, in the policy loss. 0: only the highest.",
-        ge=0, le=1, example=-0.1, card="if_changed", changes="step")] = 1.0
+        "Fraction of the tokens, those of highest entropy, in the policy loss. 0: only the highest.", ge=0,
+        le=1, card="if_changed", changes="step")] = 1.0
     sync_ref_model: Annotated[bool, Setting(
-        "Move the reference model towards the policy during training.",
-        requires=(when.KL,), example=True, card="if_changed")] = False
+        "Move the reference model towards the policy during training.", requires=(when.KL,),
+        card="if_changed")] = False
     ref_model_mixup_alpha: Annotated[float, Setting(
-        "Weight of the policy in an update of the reference model. 1: copy the policy.",
-        ge=0, le=1, example=1.1, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 0.6
+        "Weight of the policy in an update of the reference model. 1: copy the policy.", ge=0, le=1,
+        no_effect_unless=on("sync_ref_model"), card="if_changed")] = 0.6
     ref_model_sync_steps: Annotated[int, Setting(
-        "Optimizer steps between updates of the reference model.",
-        ge=1, example=0, no_effect_unless=on("sync_ref_model"), card="if_changed")] = 512
+        "Optimizer steps between updates of the reference model.", ge=1,
+        no_effect_unless=on("sync_ref_model"), card="if_changed")] = 512
     entropy_coef: Annotated[float, Setting(
         "Weight of the entropy bonus; the initial weight under adaptive control.", card="if_changed",
         changes="step")] = 0.0
@@ -403,79 +383,74 @@ class GRPOFields(TrainingArguments):
         "Largest weight of the entropy bonus.",
         no_effect_unless=on("use_adaptive_entropy"), card="if_changed", changes="step")] = 1.0
     entropy_coef_delta: Annotated[float, Setting(
-        "Change of the weight per optimizer step.",
-        gt=0, example=0.0, no_effect_unless=on("use_adaptive_entropy"), card="if_changed",
-        changes="step")] = 0.005
+        "Change of the weight per optimizer step.", gt=0, no_effect_unless=on("use_adaptive_entropy"),
+        card="if_changed", changes="step")] = 0.005
     entropy_target: Annotated[float, Setting(
-        "Entropy in nats up to which the bonus applies.",
-        ge=0, example=-0.2, no_effect_unless=on("use_adaptive_entropy"), card="if_changed",
-        changes="step")] = 0.2
+        "Entropy in nats up to which the bonus applies.", ge=0, no_effect_unless=on("use_adaptive_entropy"),
+        card="if_changed", changes="step")] = 0.2
 
     # Rewards and advantages
     reward_weights: Annotated[list[float] | None, Setting(
         "One weight per reward function. None: all 1.", card="if_changed", changes="step")] = None
     scale_rewards: Annotated[str, Setting(
         "Standard deviation that advantages are divided by. True: group. False: none.",
-        choices=("group", "batch", "none"), example="groups", card="always", changes="step")] = "group"
+        choices=("group", "batch", "none"), card="always", changes="step")] = "group"
     multi_objective_aggregation: Annotated[str, Setting(
         "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards; "
-        "register_aggregation adds further ones.",
-        choices=AGGREGATIONS, example="sum", card="if_changed", changes="step")] = "sum_then_normalize"
+        "register_aggregation adds further ones.", choices=AGGREGATIONS, card="if_changed",
+        changes="step")] = "sum_then_normalize"
     advantage_baseline: Annotated[str, Setting(
         "Baseline of the advantage: mean of the group, or of the other completions in it; register_advantage "
-        "adds further ones.",
-        choices=ADVANTAGES, example="leave_out", card="always", changes="step")] = "group_mean"
+        "adds further ones.", choices=ADVANTAGES, card="always", changes="step")] = "group_mean"
     reward_timeout: Annotated[float | None, Setting(
-        "Time limit of a reward call in seconds. None: no limit.", gt=0, example=0.0, changes="step")] = None
+        "Time limit of a reward call in seconds. None: no limit.", gt=0, changes="step")] = None
     reward_on_error: Annotated[str, Setting(
         "Failing reward function: raise an error, or treat the rewards as missing.",
-        choices=("raise", "none"), example="ignore", card="if_changed", changes="step")] = "raise"
+        choices=("raise", "none"), card="if_changed", changes="step")] = "raise"
     eval_pass_at_k: Annotated[list[int] | None, Setting(
-        "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.",
-        ge=1, example=[0], requires=(when.K_OF_GENERATIONS,), changes="step")] = None
+        "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.", ge=1,
+        requires=(when.K_OF_GENERATIONS,), changes="step")] = None
     eval_pass_threshold: Annotated[float, Setting(
         "A completion passes if its reward is above this.",
         no_effect_unless=when.PASS_AT_K, changes="step")] = 0.0
     eval_max_samples: Annotated[int | None, Setting(
-        "Most rows read of an evaluation set or stream. None: all.", ge=1, example=0, changes="step")] = None
+        "Most rows read of an evaluation set or stream. None: all.", ge=1, changes="step")] = None
     eval_generation_kwargs: Annotated[Json, Setting(
         "Sampler settings (dict or JSON) of evaluation: temperature (0: greedy), top_p, top_k, min_p, "
         "repetition_penalty.", changes="step")] = None
 
     # Agents
     max_tool_calling_iterations: Annotated[int | None, Setting(
-        "Maximum number of tool-calling turns per completion.", ge=1, example=0, card="if_changed")] = None
+        "Maximum number of tool-calling turns per completion.", ge=1, card="if_changed")] = None
     tool_timeout: Annotated[float | None, Setting(
-        "Time limit in seconds of a call of a tool, reset or get_reward. None: no limit.",
-        gt=0, example=0.0)] = None
+        "Time limit in seconds of a call of a tool, reset or get_reward. None: no limit.", gt=0)] = None
     rollout_on_error: Annotated[str, Setting(
         "Failing environment: raise an error, or retry in a fresh environment and then drop the completion "
-        "from its group.", choices=("raise", "retry"), example="drop", card="if_changed")] = "raise"
+        "from its group.", choices=("raise", "retry"), card="if_changed")] = "raise"
     rollout_retries: Annotated[int, Setting(
-        "Retries of a failed rollout before its completion is dropped.",
-        ge=0, example=-1, no_effect_unless=when.RETRY, card="if_changed")] = 2
+        "Retries of a failed rollout before its completion is dropped.", ge=0, no_effect_unless=when.RETRY,
+        card="if_changed")] = 2
 
     # Efficiency
     use_liger_kernel: Annotated[bool, Setting(
-        "Use Liger's layers and Liger's fused loss.",
-        requires=when.LIGER, example=True, card="if_changed")] = False
+        "Use Liger's layers and Liger's fused loss.", requires=when.LIGER, card="if_changed")] = False
     logprob_head: Annotated[str, Setting(
-        "Implementation of the log-prob head.",
-        choices=("auto", "dense", "chunked"), example="chunk", card="if_changed")] = "auto"
+        "Implementation of the log-prob head.", choices=("auto", "dense", "chunked"),
+        card="if_changed")] = "auto"
     sequence_layout: Annotated[str, Setting(
-        "Layout of the model inputs.",
-        choices=("auto", "padded", "packed", "shared_prefix"), example="padding", card="if_changed")] = "auto"
+        "Layout of the model inputs.", choices=("auto", "padded", "packed", "shared_prefix"),
+        card="if_changed")] = "auto"
     skip_zero_advantage: Annotated[bool, Setting(
         "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="step")] = True
     dynamic_sampling: Annotated[bool, Setting(
         "Resample groups whose rewards do not vary (DAPO).", card="if_changed",
         on_resume=PROMPT_ORDER)] = False
     dynamic_sampling_max_rounds: Annotated[int, Setting(
-        "Maximum number of generation rounds per batch.",
-        ge=1, example=0, no_effect_unless=on("dynamic_sampling"), card="if_changed")] = 10
+        "Maximum number of generation rounds per batch.", ge=1, no_effect_unless=on("dynamic_sampling"),
+        card="if_changed")] = 10
     rollout_staleness: Annotated[int, Setting(
-        "Batches that a vLLM server generates ahead of training. 0: on-policy.",
-        ge=0, example=-1, requires=when.STALENESS, card="if_changed")] = 0
+        "Batches that a vLLM server generates ahead of training. 0: on-policy.", ge=0,
+        requires=when.STALENESS, card="if_changed")] = 0
 
     # Logging
     terminal_metrics: Annotated[list[str] | None, Setting(
@@ -483,21 +458,21 @@ class GRPOFields(TrainingArguments):
     log_completions: Annotated[bool, Setting(
         "Log prompts and completions as a table and a parquet file.", changes="step")] = False
     num_completions_to_print: Annotated[int | None, Setting(
-        "Rows of the printed table, from the best to the worst of a group. None: 4.",
-        ge=0, example=-1, no_effect_unless=on("log_completions"), changes="step")] = None
+        "Rows of the printed table, from the best to the worst of a group. None: 4.", ge=0,
+        no_effect_unless=on("log_completions"), changes="step")] = None
     log_unique_prompts: Annotated[bool, Setting(
         "Log one completion per prompt.", no_effect_unless=on("log_completions"), changes="step")] = False
     log_multimodal: Annotated[bool, Setting(
         "Include images in logged completions.", no_effect_unless=on("log_completions"),
         changes="step")] = True
     log_completions_hub_repo: Annotated[str | None, Setting(
-        "Hub dataset that the completions are uploaded to.",
-        requires=(on("log_completions"),), example="me/completions", changes="step")] = None
+        "Hub dataset that the completions are uploaded to.", requires=(on("log_completions"),),
+        changes="step")] = None
     save_rollouts: Annotated[bool, Setting(
         "Save every generation and step in output_dir/rollouts, for groupwise replay.")] = False
     hub_include: Annotated[list[str] | None, Setting(
         "Files of output_dir that push_to_hub uploads beside the model. None: none of these.",
-        choices=tuple(UNPUBLISHED), example=["prompts"])] = None
+        choices=tuple(UNPUBLISHED))] = None
 
     # Old names
     use_transformers_paged: Annotated[bool | None, Setting(

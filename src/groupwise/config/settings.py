@@ -34,7 +34,6 @@ class Condition:
     nearest: way out, a format string over the configuration ``c``; empty: the default of the setting that
         requires it.
     lasts: also checked when another setting changes during a run; β, for example, may go to 0.
-    violated_by: other settings with which it does not hold; the tests build a configuration with them.
     """
 
     text: str
@@ -43,7 +42,6 @@ class Condition:
     reads: tuple[str, ...] = ()
     nearest: str = ""
     lasts: bool = False
-    violated_by: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def violations(self, name: str, default: object, config: Any) -> Iterator[str]:
         """Yield a message if the value of ``name`` is not the default and the requirement is not met."""
@@ -82,13 +80,11 @@ TRAINER_STATE: Final = "which has no effect: the value in trainer_state.json of 
 class Setting:
     """Constraints and documentation of one field.
 
-    >>> temperature: Annotated[float, Setting("Sampling temperature.", gt=0, example=0.0)] = 1.0
+    >>> temperature: Annotated[float, Setting("Sampling temperature.", gt=0)] = 1.0
 
     help: meaning, in whole sentences.
     ge, gt, le, lt: bounds; None is valid if the type of the field includes it.
     choices: valid strings. A registry is read at each validation: names that are registered later are valid.
-    example: a value that violates the bounds or the choices, or has a requirement that others may violate;
-        the tests build a configuration with it.
     no_effect_unless: the value is ignored otherwise; building the configuration logs a warning.
     requires: a value other than the default is an error if one of these is not met.
     unsupported: reason why a value other than the default is an error.
@@ -111,7 +107,6 @@ class Setting:
     le: float = math.inf
     lt: float = math.inf
     choices: Collection[str] = ()
-    example: object = None
     no_effect_unless: Condition | None = None
     requires: tuple[Condition, ...] = ()
     unsupported: str | None = None

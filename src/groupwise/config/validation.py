@@ -1,7 +1,8 @@
 """Validation of a configuration: all violations in one error, a warning per setting without effect.
 
 Constraints of a single setting, and what it requires of others, are its `Setting` in ``fields.py``; what is
-left is a function here, with an example that violates that rule alone.
+left is a function here: it yields a message per violation, or the text of a warning (``CAUTIONS``). They run
+once every value is valid by itself.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import logging
 import math
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Collection, Iterator
 
 from transformers.integrations import integration_utils
 
@@ -36,8 +35,6 @@ from groupwise.core.objectives import OBJECTIVES
 from groupwise.errors import nearest_name, shortened, warn_once
 
 logger = logging.getLogger(__name__)
-
-Check = Callable[[GRPOFields], Iterator[str]]
 
 
 def check(config: GRPOFields) -> None:
@@ -70,29 +67,26 @@ def violations(config: GRPOFields, changed: Collection[str] | None = None) -> di
     Args:
         changed: settings that changed during a run; requirements of others are checked if they last. None:
             the configuration is being built.
+
+    Returns:
+        of single values, else of relations between them.
     """
     found = {
         name: messages
         for name, messages in field_violations(config).items()
         if changed is None or name in changed
     }
-    valid = typing.cast(GRPOFields, _ValidSettings(config, list(found)))
-
-    def collect(name: str, relation: Check) -> None:
-        try:
-            messages = list(relation(valid))
-        except _InvalidSettingError:
-            return
-        if messages:
-            found[name] = [*found.get(name, []), *messages]
-
+    if found:  # relations are between values that are valid by themselves
+        return found
     for name, setting in config.SETTINGS.items():
-        for condition in setting.requires:
-            if changed is None or name in changed or condition.lasts:
-                collect(name, partial(condition.violations, name, setting.default))
-    for relation in RULES:
-        collect(relation.__name__, relation)
-    return found
+        found[name] = [
+            message
+            for condition in setting.requires
+            if changed is None or name in changed or condition.lasts
+            for message in condition.violations(name, setting.default, config)
+        ]
+    found |= {relation.__name__: list(relation(config)) for relation in RULES}
+    return {name: messages for name, messages in found.items() if messages}
 
 
 def warnings_of(config: GRPOFields) -> list[str]:
@@ -112,47 +106,9 @@ def warnings_of(config: GRPOFields) -> list[str]:
     return messages
 
 
-class _InvalidSettingError(Exception):
-    """A rule read a setting that is invalid by itself."""
-
-
-class _ValidSettings:
-    """View of a configuration for rules: reading a setting that is reported already ends the rule."""
-
-    def __init__(self, config: GRPOFields, invalid: Collection[str]) -> None:
-        self._config, self._invalid = config, frozenset(invalid)
-
-    def __getattr__(self, name: str) -> object:
-        if name in self._invalid:
-            raise _InvalidSettingError(name)
-        derived = vars(GRPOFields).get(name)
-        if isinstance(derived, property) and derived.fget is not None:
-            return derived.fget(self)  # from valid settings alone
-        return getattr(self._config, name)
-
-
-#: Relations between several settings: functions that yield a message per violation, reading settings that are
-#: valid by themselves, with arguments that violate this rule and no other. Cautions are logged as warnings.
-RULES: dict[Check, Mapping[str, object]] = {}
-CAUTIONS: dict[Check, Mapping[str, object]] = {}
-
-
-def _add_to(rules: dict[Check, Mapping[str, object]], /, **example: object) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        rules[check] = example
-        return check
-
-    return add
-
-
-#: Decorators that add a function to ``RULES`` or ``CAUTIONS``, with its example.
-rule, caution = partial(_add_to, RULES), partial(_add_to, CAUTIONS)
-
-
 # Names and parsed values
 
 
-@rule(vllm_importance_sampling_cap=2.0, vllm_importance_sampling_clip_max=4.0)
 def old_and_new_name_differ(c: GRPOFields) -> Iterator[str]:
     for old, setting in c.SETTINGS.items():
         new = setting.renamed_to
@@ -161,7 +117,6 @@ def old_and_new_name_differ(c: GRPOFields) -> Iterator[str]:
             yield violation(given, f"{new} alone", f"{new}={getattr(c, new)!r}")
 
 
-@rule(report_to="tensorbord")
 def report_to_is_installed(c: GRPOFields) -> Iterator[str]:
     known = list(integration_utils.INTEGRATION_TO_CALLBACK)
     installed = integration_utils.get_available_reporting_integrations()
@@ -177,7 +132,6 @@ def report_to_is_installed(c: GRPOFields) -> Iterator[str]:
             yield violation(given, ", ".join(installed) or "none", f"'none', or run pip install {package}")
 
 
-@rule(loss_kwargs={"tau": 1.0})
 def loss_kwargs_of_objective(c: GRPOFields) -> Iterator[str]:
     settings = OBJECTIVES[c.loss_type].settings
     if settings is None:
@@ -229,7 +183,6 @@ def _divisors(value: int, near: int, low: int) -> str:
     return " or ".join(str(n) for n in sorted(around))
 
 
-@rule(generation_batch_size=8, steps_per_generation=4)
 def generation_batch_size_and_steps_per_generation(c: GRPOFields) -> Iterator[str]:
     size, steps = c.generation_batch_size, c.steps_per_generation
     if size is not None and steps is not None and size != steps * c.completions_per_micro_batch:
@@ -239,7 +192,6 @@ def generation_batch_size_and_steps_per_generation(c: GRPOFields) -> Iterator[st
         )
 
 
-@rule(generation_batch_size=12, num_generations=4)
 def generation_batch_size_in_whole_micro_batches(c: GRPOFields) -> Iterator[str]:
     size, unit = c.generation_batch_size, c.completions_per_micro_batch
     if size is not None and c.steps_per_generation is None and size % unit != 0:
@@ -251,7 +203,6 @@ def generation_batch_size_in_whole_micro_batches(c: GRPOFields) -> Iterator[str]
         )
 
 
-@rule(per_device_train_batch_size=12, num_generations=8)
 def generation_batch_size_in_whole_groups(c: GRPOFields) -> Iterator[str]:
     size, group = c.generation_batch_size, c.num_generations
     if size is not None and size % group != 0:
@@ -265,7 +216,6 @@ def generation_batch_size_in_whole_groups(c: GRPOFields) -> Iterator[str]:
         )
 
 
-@rule(eval_strategy="steps", per_device_eval_batch_size=6)
 def eval_batch_in_whole_groups(c: GRPOFields) -> Iterator[str]:
     each, processes, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval
     if c.eval_strategy != "no" and group is not None and each * processes % group != 0:
@@ -281,7 +231,6 @@ def eval_batch_in_whole_groups(c: GRPOFields) -> Iterator[str]:
 # Processes
 
 
-@rule(accelerator_config={"dispatch_batches": True})
 def accelerator_config_of_rows(c: GRPOFields) -> Iterator[str]:
     given = c.accelerator_config
     refused = {
@@ -306,7 +255,6 @@ def accelerator_config_of_rows(c: GRPOFields) -> Iterator[str]:
         )
 
 
-@rule(parallelism_config=SimpleNamespace(cp_size=2))
 def parallelism_of_one_sequence(c: GRPOFields) -> Iterator[str]:
     yield from unsupported_parallelism(c.parallelism_config)
 
@@ -330,7 +278,6 @@ def unsupported_parallelism(given: object) -> Iterator[str]:
 _ONE_COMPLETION = {"num_return_sequences": 1, "n": 1, "return_dict_in_generate": False}
 
 
-@rule(generation_kwargs={"num_return_sequences": 2})
 def generation_kwargs_of_one_completion(c: GRPOFields) -> Iterator[str]:
     kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
     for key, value in _ONE_COMPLETION.items():
@@ -341,7 +288,6 @@ def generation_kwargs_of_one_completion(c: GRPOFields) -> Iterator[str]:
             yield violation(given, f"{value}; num_generations sets the completions per prompt", f"no {key!r}")
 
 
-@rule(eval_generation_kwargs={"temprature": 0.6})
 def eval_generation_kwargs_are_sampler_settings(c: GRPOFields) -> Iterator[str]:
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     for key, value in typing.cast("dict[str, object]", c.eval_generation_kwargs or {}).items():
@@ -354,7 +300,6 @@ def eval_generation_kwargs_are_sampler_settings(c: GRPOFields) -> Iterator[str]:
             yield from [message] if message else []
 
 
-@rule(use_vllm=True, vllm_structured_outputs_regex="(yes|no")
 def regex_syntax(c: GRPOFields) -> Iterator[str]:
     pattern = c.vllm_structured_outputs_regex or ""
     try:
@@ -364,7 +309,6 @@ def regex_syntax(c: GRPOFields) -> Iterator[str]:
         yield violation(given, "regular expressions", f"{re.escape(pattern)!r} (matches the text itself)")
 
 
-@rule(use_vllm=True, vllm_max_model_length=256, max_completion_length=256)
 def vllm_max_model_length_holds_completions(c: GRPOFields) -> Iterator[str]:
     limit, needed = c.vllm_max_model_length, (c.max_prompt_length or 1) + c.max_completion_length
     if COLOCATE.holds(c) and limit is not None and limit < needed:
@@ -378,7 +322,6 @@ def vllm_max_model_length_holds_completions(c: GRPOFields) -> Iterator[str]:
 # Loss
 
 
-@caution(delta=1.1)
 def delta_inside_clip_range(c: GRPOFields) -> Iterator[str]:
     if c.delta is None or c.epsilon_high is None:
         return
@@ -390,7 +333,6 @@ def delta_inside_clip_range(c: GRPOFields) -> Iterator[str]:
         )
 
 
-@caution(importance_sampling_level="sequence")
 def sequence_ratio_with_token_sum(c: GRPOFields) -> Iterator[str]:
     objective = OBJECTIVES[c.loss_type]
     sums_tokens = objective.normalizer in ("token_mean", "local_token_mean", "constant_length")
@@ -403,14 +345,12 @@ def sequence_ratio_with_token_sum(c: GRPOFields) -> Iterator[str]:
         )
 
 
-@rule(entropy_coef_min=2.0)
 def entropy_coef_bounds(c: GRPOFields) -> Iterator[str]:
     if c.entropy_coef_min > c.entropy_coef_max:
         given = f"entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}"
         yield violation(given, "min <= max", f"entropy_coef_min={c.entropy_coef_max}")
 
 
-@rule(use_adaptive_entropy=True, entropy_coef=1.5)
 def entropy_coef_outside_bounds(c: GRPOFields) -> Iterator[str]:
     low, high = c.entropy_coef_min, c.entropy_coef_max
     bounded = min(max(c.entropy_coef, low), high)
@@ -419,8 +359,31 @@ def entropy_coef_outside_bounds(c: GRPOFields) -> Iterator[str]:
         yield violation(given, f"from {low} to {high}", f"{bounded}")
 
 
-@rule(use_liger_kernel=True, top_p=0.9)
 def truncation_with_liger(c: GRPOFields) -> Iterator[str]:
     if c.use_liger_kernel and (used := truncating(c)):
         given = f"use_liger_kernel=True with {used}: Liger's log-probs are of the full distribution"
         yield violation(given, "settings that do not truncate sampling", "use_liger_kernel=False")
+
+
+_Relation = Callable[[GRPOFields], Iterator[str]]
+#: Violations are errors.
+RULES: tuple[_Relation, ...] = (
+    old_and_new_name_differ,
+    report_to_is_installed,
+    loss_kwargs_of_objective,
+    generation_batch_size_and_steps_per_generation,
+    generation_batch_size_in_whole_micro_batches,
+    generation_batch_size_in_whole_groups,
+    eval_batch_in_whole_groups,
+    accelerator_config_of_rows,
+    parallelism_of_one_sequence,
+    generation_kwargs_of_one_completion,
+    eval_generation_kwargs_are_sampler_settings,
+    regex_syntax,
+    vllm_max_model_length_holds_completions,
+    entropy_coef_bounds,
+    entropy_coef_outside_bounds,
+    truncation_with_liger,
+)
+#: Their messages are logged as warnings.
+CAUTIONS: tuple[_Relation, ...] = (delta_inside_clip_range, sequence_ratio_with_token_sum)
