@@ -141,12 +141,19 @@ def imported_modules(source: str, package: str = "groupwise") -> set[str]:
     return names
 
 
+def imported_at_run_time(source: str) -> str:
+    """``source`` without ``if TYPE_CHECKING``: an equation may name the record that it reads."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if ast.unparse(getattr(node, "test", node)) != "TYPE_CHECKING"]
+    return ast.unparse(tree)
+
+
 def beyond_torch(source: str) -> list[str]:
     """Imports of ``core/`` that are neither torch, the standard library nor ``core/`` and ``registry``."""
     allowed = {"torch", *sys.stdlib_module_names}
     return sorted(
         name
-        for name in imported_modules(source, "groupwise.core")
+        for name in imported_modules(imported_at_run_time(source), "groupwise.core")
         if name.split(".")[0] not in allowed
         and name.split(".")[:2] not in (["groupwise", "core"], ["groupwise", "registry"])
     )
@@ -158,7 +165,7 @@ def across_layers(name: str, source: str, layers: dict[str, set[str]]) -> list[s
     package = ".".join(["groupwise", *name.split("/")[:-1]])
     used = {
         module.split(".")[1] if "." in module else module  # the package itself would bring everything
-        for module in imported_modules(source, package)
+        for module in imported_modules(imported_at_run_time(source) if own == "core" else source, package)
         if module.split(".")[0] == "groupwise"
     }
     return sorted(used - layers[own] - {own})

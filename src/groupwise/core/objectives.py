@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from groupwise.core.ratios import RATIO_LEVELS
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS
 from groupwise.registry import Registry
+
+if TYPE_CHECKING:
+    from groupwise.records import MicroBatch
 
 #: The second argument is the objective's own settings, or :class:`SurrogateSettings` if it has none.
 Surrogate = Callable[[SurrogateInputs, Any], torch.Tensor]
@@ -82,33 +85,8 @@ class ObjectiveSettings:
     surrogate: Any = field(default_factory=SurrogateSettings)
 
 
-class LossBatch(Protocol):
-    """Fields of ``groupwise.records.MicroBatch`` that :func:`policy_loss` reads."""
-
-    @property
-    def advantages_BX(self) -> torch.Tensor: ...
-    @property
-    def loss_mask_BT(self) -> torch.Tensor: ...
-    @property
-    def group_ids_B(self) -> torch.Tensor: ...
-    @property
-    def old_logps_BT(self) -> torch.Tensor: ...
-    @property
-    def ref_logps_BT(self) -> torch.Tensor | None: ...
-    @property
-    def sampler_logps_BT(self) -> torch.Tensor | None: ...
-    @property
-    def token_weights_BT(self) -> torch.Tensor: ...
-    @property
-    def entropy_mask_BT(self) -> torch.Tensor: ...
-    @property
-    def entropy_weights_BT(self) -> torch.Tensor | None: ...
-    @property
-    def correction_BX(self) -> torch.Tensor | None: ...
-
-
 def policy_loss(
-    batch: LossBatch, logps_BT: torch.Tensor, entropy_BT: torch.Tensor | None, settings: ObjectiveSettings
+    batch: MicroBatch, logps_BT: torch.Tensor, entropy_BT: torch.Tensor | None, settings: ObjectiveSettings
 ) -> tuple[torch.Tensor, Metrics]:
     """Compute the loss of one micro-batch.
 
@@ -164,7 +142,7 @@ def policy_loss(
 
 
 def _surrogate_inputs(
-    batch: LossBatch,
+    batch: MicroBatch,
     logps_BT: torch.Tensor,
     old_logps_BT: torch.Tensor,
     mask_BT: torch.Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import cast
 
 import torch
@@ -173,17 +173,11 @@ def objective_settings(
         placeholder_logps: the sampler's log-probs may be placeholders, see :func:`corrects_for_sampler`.
         truncation_unknown: the sampler truncates its distribution and does not report the sampling mask.
     """
-    built_in = SurrogateSettings(
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        delta=args.delta,
-        sapo_temperature_pos=args.sapo_temperature_pos,
-        sapo_temperature_neg=args.sapo_temperature_neg,
-        vespo_k_pos=args.vespo_k_pos,
-        vespo_lambda_pos=args.vespo_lambda_pos,
-        vespo_k_neg=args.vespo_k_neg,
-        vespo_lambda_neg=args.vespo_lambda_neg,
-    )
+    given = {field.name: vars(args).get(field.name) for field in fields(SurrogateSettings)}
+    epsilons = {"epsilon_low": args.epsilon, "epsilon_high": args.epsilon_high}
+    if args.epsilon_high is None:
+        epsilons["epsilon_high"] = args.epsilon
+    built_in = SurrogateSettings(**{**given, **epsilons})
     loss_kwargs = cast("dict[str, object]", args.loss_kwargs or {})  # JSON is parsed when the config is built
     corrects = corrects_for_sampler(args, placeholder_logps=placeholder_logps)
     return ObjectiveSettings(

@@ -155,25 +155,16 @@ class LigerLoss:
     ) -> LigerFusedLinearGRPOLoss:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-        surrogate = settings.surrogate
         return LigerFusedLinearGRPOLoss(
             beta=settings.beta if settings.kl_in_loss and has_reference else 0.0,
             compiled=compiled,
             use_ref_model=has_reference,
-            epsilon_low=surrogate.epsilon_low,
-            epsilon_high=surrogate.epsilon_high,
             loss_type=settings.objective,
             max_completion_length=self.max_completion_length,
             importance_sampling_level=settings.ratio_level,
-            sapo_temperature_pos=surrogate.sapo_temperature_pos,
-            sapo_temperature_neg=surrogate.sapo_temperature_neg,
             temperature=temperature,
-            delta=surrogate.delta,
             use_bias_correction_kl=settings.bias_correction_kl,
-            vespo_k_pos=surrogate.vespo_k_pos,
-            vespo_lambda_pos=surrogate.vespo_lambda_pos,
-            vespo_k_neg=surrogate.vespo_k_neg,
-            vespo_lambda_neg=surrogate.vespo_lambda_neg,
+            **vars(settings.surrogate),
         )
 
 

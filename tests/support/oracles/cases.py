@@ -38,7 +38,10 @@ L_MAX = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """A ``LossBatch`` with the outputs of the policy; the defaults are those of an on-policy micro-batch."""
+    """The fields of a ``MicroBatch`` that the loss reads, and outputs of the policy.
+
+    The defaults are those of an on-policy micro-batch.
+    """
 
     logps_BT: torch.Tensor
     advantages_BX: torch.Tensor

@@ -189,10 +189,6 @@ def load_reward_model(function: RewardFunc, config: GRPOConfig) -> RewardFunc:
     return replace(function, model=loaded) if isinstance(function, ProcessRewardModel) else loaded
 
 
-def _identical(one: Sequence[object], other: Sequence[object]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
 class RewardLoader:
     """Load reward functions, each once, and notice which of them a script has replaced.
 
@@ -240,17 +236,19 @@ class RewardLoader:
                 labels, a step separator is no token, or a teacher has another vocabulary than the policy.
         """
         chosen, weights_F = _as_list(functions), torch.as_tensor(weights_F, dtype=torch.float32, device="cpu")
-        same_functions = _identical(chosen, self.functions)
+        loaded = {
+            id(entry[0]): entry
+            for entry in zip(self.functions, self.callables, self.processing_classes, strict=True)
+        }
+        same_functions = [*map(id, chosen)] == [*map(id, self.functions)]
+        same_tokenizers = [*map(id, processing_classes)] == [*map(id, self.processing_classes)]
         same_names, same_weights = list(names) == self.names, torch.equal(weights_F, self.weights_F)
-        same_tokenizers = _identical(processing_classes, self.processing_classes)
         if same_functions and same_names and same_tokenizers and same_weights:
             return False
         if not chosen:
             raise ConfigError("reward_funcs is empty; give it at least one reward function")
         for function in chosen:
             _check_function(function)
-        columns = zip(self.functions, self.callables, self.processing_classes, strict=True)
-        loaded = {id(entry[0]): entry for entry in columns}
         if not same_functions:  # a new function has its own name and tokenizer, and weight 1
             names = reward_names(chosen) if same_names else names
             if same_tokenizers:
@@ -259,11 +257,12 @@ class RewardLoader:
                 weights_F = torch.ones(len(chosen))
         lists = {"reward_func_names": names, "reward_processing_classes": processing_classes}
         _check_lengths(chosen, {**lists, "reward_weights": weights_F.tolist()})
-        entries = []
-        for function, tokenizer in zip(chosen, processing_classes, strict=True):
-            entry = loaded.get(id(function))
-            is_loaded = entry is not None and entry[2] is tokenizer
-            entries.append(entry if is_loaded else self._load(function, tokenizer))
+        entries = [
+            entry
+            if (entry := loaded.get(id(function))) and entry[2] is tokenizer
+            else self._load(function, tokenizer)
+            for function, tokenizer in zip(chosen, processing_classes, strict=True)
+        ]
         self.functions, self.callables, self.processing_classes = map(list, zip(*entries, strict=True))
         self.names, self.weights_F = list(names), weights_F.clone()
         return True
