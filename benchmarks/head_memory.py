@@ -53,9 +53,11 @@ def scoring_function(name: str):
             return ChunkedLogProbFunction.apply(*arguments, ("log_probs", "entropy"))[:2]
 
         return score
-    from groupwise.policy.heads import HEADS, HeadWeights
+    from groupwise.policy.heads import HeadWeights, chunked_head, logps_from_logits
 
-    return lambda hidden, weight, targets: HEADS[name](hidden, HeadWeights(weight), targets)
+    if name == "dense":
+        return lambda hidden, weight, targets: logps_from_logits(hidden @ weight.T, targets)
+    return lambda hidden, weight, targets: chunked_head(hidden, HeadWeights(weight), targets)
 
 
 def resident_bytes(field: str) -> int:

@@ -46,10 +46,13 @@ def test_the_check_can_be_repeated_after_a_change(build):
         check(config)
 
 
-def test_rules_skip_settings_that_are_invalid_by_themselves(build):
-    # delta=0 is inside every clip range, and kl_in_reward requires beta > 0
-    found, _ = invalid(build, delta=0.0, beta=-1.0, kl_in_reward=True, num_generations=0)
-    assert set(found) == {"delta", "beta", "num_generations"}
+def test_relations_are_checked_once_every_value_is_valid(build):
+    # kl_in_reward requires beta > 0, and the default bounds are from 0 to 1
+    given = {"beta": -1.0, "kl_in_reward": True, "num_generations": 0, "entropy_coef_min": 2.0}
+    found, _ = invalid(build, **given)
+    assert set(found) == {"beta", "num_generations"}
+    found, _ = invalid(build, **{**given, "beta": 0.0, "num_generations": 8})
+    assert set(found) == {"kl_in_reward", "entropy_coef_bounds"}
 
 
 @pytest.mark.parametrize(

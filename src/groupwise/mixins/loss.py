@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -173,11 +173,9 @@ def objective_settings(
         placeholder_logps: the sampler's log-probs may be placeholders, see :func:`corrects_for_sampler`.
         truncation_unknown: the sampler truncates its distribution and does not report the sampling mask.
     """
-    given = {field.name: vars(args).get(field.name) for field in fields(SurrogateSettings)}
-    epsilons = {"epsilon_low": args.epsilon, "epsilon_high": args.epsilon_high}
-    if args.epsilon_high is None:
-        epsilons["epsilon_high"] = args.epsilon
-    built_in = SurrogateSettings(**{**given, **epsilons})
+    given: dict[str, Any] = {field.name: vars(args).get(field.name) for field in fields(SurrogateSettings)}
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    built_in = SurrogateSettings(**{**given, "epsilon_low": args.epsilon, "epsilon_high": high})
     loss_kwargs = cast("dict[str, object]", args.loss_kwargs or {})  # JSON is parsed when the config is built
     corrects = corrects_for_sampler(args, placeholder_logps=placeholder_logps)
     return ObjectiveSettings(

@@ -14,10 +14,8 @@ import transformers
 
 from groupwise.errors import ConfigError
 from groupwise.policy.heads import (
-    HEADS,
     HeadWeights,
     check_head,
-    chunked_head,
     head_weights,
 )
 from groupwise.policy.heads.capture import compute_at_head, logprob_computation
@@ -89,13 +87,13 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def logprobs_at_head(model, head_fn, weights, targets, *given, **options):
-    return compute_at_head(model, weights, logprob_computation(head_fn, targets, *given, **options))
+def logprobs_at_head(model, weights, targets, *given, **options):
+    return compute_at_head(model, weights, logprob_computation(targets, *given, **options))
 
 
-def captured_scores(model, head_fn, temperature, called=None):
+def captured_scores(model, temperature, called=None):
     inputs, targets = batch()
-    with logprobs_at_head(model, head_fn, head_weights(model), targets, temperature) as captured:
+    with logprobs_at_head(model, head_weights(model), targets, temperature) as captured:
         output = (called or model)(**inputs)
     return captured, output
 
@@ -108,15 +106,14 @@ def assert_same_gradients(given, expected):
         )
 
 
-@pytest.mark.parametrize("head_name", HEADS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probs_and_gradients_are_those_of_the_models_logits(name, head_name):
+def test_log_probs_and_gradients_are_those_of_the_models_logits(name):
     model = build_model(name)
     inputs, targets = batch()
     expected_logps, expected_entropy = scores_of_logits(model(**inputs).logits, targets, 0.8)
     expected = gradients(model, loss_of(expected_logps, expected_entropy))
 
-    captured, output = captured_scores(model, HEADS[head_name], 0.8)
+    captured, output = captured_scores(model, 0.8)
     logps, entropy = captured.read(output.logits)
     assert logps.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logps.double(), expected_logps, rtol=1e-5, atol=1e-5)
@@ -127,9 +124,9 @@ def test_log_probs_and_gradients_are_those_of_the_models_logits(name, head_name)
 @pytest.mark.parametrize("name", ["gemma2_softcap", "cohere_scale"])
 def test_captured_and_routed_log_probs_have_the_same_values_and_gradients(name):
     model = build_model(name)
-    captured, _ = captured_scores(model, chunked_head, 1.3)
+    captured, _ = captured_scores(model, 1.3)
     direct = gradients(model, loss_of(captured.outputs[0], captured.outputs[1]))
-    captured, output = captured_scores(model, chunked_head, 1.3)
+    captured, output = captured_scores(model, 1.3)
     logps, entropy = captured.read(output.logits)
     assert torch.equal(logps, captured.outputs[0]) and torch.equal(entropy, captured.outputs[1])
     assert_same_gradients(gradients(model, loss_of(logps, entropy)), direct)
@@ -137,10 +134,10 @@ def test_captured_and_routed_log_probs_have_the_same_values_and_gradients(name):
 
 def test_gradient_checkpointing_changes_nothing():
     model = build_model("qwen3")
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     plain = gradients(model, loss_of(*captured.read(output.logits)))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     assert_same_gradients(gradients(model, loss_of(*captured.read(output.logits))), plain)
 
 
@@ -150,20 +147,19 @@ def test_peft_model_trains_its_adapters_and_only_them():
     assert head_weights(model).weight_VH is model.get_base_model().lm_head.weight
     inputs, targets = batch()
     expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 1.0)))
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     given = gradients(model, loss_of(*captured.read(output.logits)))
     assert given and all("lora_" in name for name in given)
     assert_same_gradients(given, expected)
     with model.disable_adapter(), torch.no_grad():
-        reference, _ = captured_scores(model, chunked_head, 1.0)
+        reference, _ = captured_scores(model, 1.0)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 1.0)
     torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(reference.outputs[0], captured.outputs[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("head_name", HEADS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_trained_copy_of_the_head(head_name, tied):
+def test_a_trained_copy_of_the_head(tied):
     base = build_model("llama")
     if tied:
         base.lm_head.weight = base.model.embed_tokens.weight
@@ -177,13 +173,13 @@ def test_a_trained_copy_of_the_head(head_name, tied):
     assert head_weights(model).weight_VH is head.modules_to_save["default"].weight
     inputs, targets = batch()
     expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 0.8)))
-    captured, output = captured_scores(model, HEADS[head_name], 0.8)
+    captured, output = captured_scores(model, 0.8)
     given = gradients(model, loss_of(*captured.read(output.logits)))
     assert any("modules_to_save" in name for name in given)
     assert_same_gradients(given, expected)
     with model.disable_adapter(), torch.no_grad():
         assert head_weights(model).weight_VH is head.original_module.weight
-        reference, _ = captured_scores(model, HEADS[head_name], 0.8)
+        reference, _ = captured_scores(model, 0.8)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 0.8)
     torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
     assert (reference.outputs[0] - captured.outputs[0]).abs().max() > 1e-2
@@ -193,7 +189,7 @@ def test_a_trained_copy_of_the_head(head_name, tied):
 def test_every_parameter_is_reachable_from_the_models_output(use):
     """DDP walks the autograd graph from the outputs to find the parameters that will get a gradient."""
     model = build_model("llama")
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     root = output.logits if use == "read" else captured.outputs[0]
     seen, found, pending = set(), set(), [root.grad_fn]
     while pending:
@@ -216,7 +212,7 @@ def test_loss_on_read_log_probs_runs_backward_hooks_of_the_models_output():
         output.logits.register_hook(lambda gradient: calls.append(gradient.shape))
 
     handle = model.register_forward_hook(watch)
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     handle.remove()
     loss_of(*captured.read(output.logits)).backward()
     assert [shape[:2] for shape in calls] == [(3, KEPT)]
@@ -230,7 +226,7 @@ def test_hooks_of_the_head_run_and_swapped_weights_are_used():
     expected, _ = scores_of_logits(2 * model(**inputs).logits, targets, 1.0)
     weights = head_weights(model)
     handle = model.lm_head.register_forward_pre_hook(lambda module, _: setattr(module, "weight", doubled))
-    with torch.no_grad(), logprobs_at_head(model, chunked_head, weights, targets) as captured:
+    with torch.no_grad(), logprobs_at_head(model, weights, targets) as captured:
         model(**inputs)
     handle.remove()
     torch.testing.assert_close(captured.outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
@@ -249,7 +245,7 @@ def test_accelerate_device_hooks_still_wrap_the_head():
     model = build_model("llama")
     recorder = Recorder()
     add_hook_to_module(model.lm_head, recorder)
-    captured_scores(model, chunked_head, 1.0)
+    captured_scores(model, 1.0)
     assert recorder.shapes == ((3, KEPT, 3),)
     inputs, _ = batch()
     assert model(**inputs).logits.shape == (3, KEPT, 67)
@@ -258,7 +254,7 @@ def test_accelerate_device_hooks_still_wrap_the_head():
 def test_no_entropy_when_not_asked_for():
     model = build_model("llama")
     inputs, targets = batch()
-    with logprobs_at_head(model, chunked_head, head_weights(model), targets, with_entropy=False) as captured:
+    with logprobs_at_head(model, head_weights(model), targets, with_entropy=False) as captured:
         output = model(**inputs)
     logps, entropy = captured.read(output.logits)
     assert entropy is None and captured.outputs[1] is None
@@ -271,7 +267,7 @@ def test_the_head_is_restored_also_after_an_exception():
     inputs, targets = batch()
     before = model(**inputs).logits
     attributes = set(vars(model.lm_head))
-    with pytest.raises(KeyError), logprobs_at_head(model, chunked_head, head_weights(model), targets):
+    with pytest.raises(KeyError), logprobs_at_head(model, head_weights(model), targets):
         raise KeyError
     assert set(vars(model.lm_head)) == attributes
     assert torch.equal(model(**inputs).logits, before)
@@ -281,10 +277,10 @@ def test_nesting_is_refused_and_leaves_the_outer_block_working():
     model = build_model("llama")
     inputs, targets = batch()
     weights = head_weights(model)
-    with logprobs_at_head(model, chunked_head, weights, targets) as captured:
+    with logprobs_at_head(model, weights, targets) as captured:
         with (
             pytest.raises(RuntimeError, match="already active"),
-            logprobs_at_head(model, chunked_head, weights, targets),
+            logprobs_at_head(model, weights, targets),
         ):
             pass
         model(**inputs)
@@ -296,7 +292,7 @@ def test_a_wrong_number_of_positions_is_an_internal_error():
     inputs, targets = batch()
     with (
         pytest.raises(AssertionError, match=r"\(3, 5\) for targets \(3, 4\)"),
-        logprobs_at_head(model, chunked_head, head_weights(model), targets[:, 1:]),
+        logprobs_at_head(model, head_weights(model), targets[:, 1:]),
     ):
         model(**inputs)
 
@@ -306,9 +302,7 @@ def test_an_unknown_logit_transform_is_refused(wrong):
     model = build_model("gemma2_softcap")
     inputs, targets = batch()
     described = {"softcap": 2.0, "scale": 1.0, **wrong}
-    with logprobs_at_head(
-        model, chunked_head, HeadWeights(model.lm_head.weight, **described), targets
-    ) as captured:
+    with logprobs_at_head(model, HeadWeights(model.lm_head.weight, **described), targets) as captured:
         output = model(**inputs)
     with pytest.raises(ConfigError, match=f"scale={described['scale']}, softcap={described['softcap']}"):
         captured.read(output.logits)
@@ -319,7 +313,7 @@ def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
         raise AssertionError("a value was read")
 
     def read_without_values(model):
-        captured, output = captured_scores(model, chunked_head, 1.0)
+        captured, output = captured_scores(model, 1.0)
         with monkeypatch.context() as patches:
             for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
                 patches.setattr(torch.Tensor, name, refuse)
@@ -328,7 +322,7 @@ def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
     model = build_model("gemma2_softcap")
     with pytest.raises(AssertionError, match="a value was read"):
         read_without_values(model)
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     captured.read(output.logits)
     read_without_values(model)
     with pytest.raises(AssertionError, match="a value was read"):
@@ -337,10 +331,10 @@ def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
 
 def test_a_changed_head_description_is_checked_again():
     model = build_model("gemma2_softcap")
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     captured.read(output.logits)
     model.config.final_logit_softcapping = 3.0
-    captured, output = captured_scores(model, chunked_head, 1.0)
+    captured, output = captured_scores(model, 1.0)
     captured.read(output.logits)  # the model reads the same field
     captured.head = HeadWeights(model.lm_head.weight, softcap=4.0)
     with pytest.raises(ConfigError, match=r"softcap=4\.0"):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.heads import HEADS, dense_head
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.compat import torch as compat_torch
-from groupwise.policy.heads import HEADS, HeadWeights, chunked, chunked_head, dense_head, logps_from_logits
+from groupwise.policy.heads import HeadWeights, chunked, chunked_head, logps_from_logits
 
 LOW = (torch.bfloat16, torch.float16)
 TRANSFORMS = {

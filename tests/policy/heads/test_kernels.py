@@ -17,9 +17,10 @@ import sys
 
 import pytest
 import torch
+from support.heads import dense_head
 from test_heads import LOW, assert_close, outcome, outcome_of_truth, rows, truth, upstream
 
-from groupwise.policy.heads import HeadWeights, chunked, chunked_head, dense_head
+from groupwise.policy.heads import HeadWeights, chunked, chunked_head
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
 from groupwise.records.sampling_mask import SamplingMask
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.heads import HEADS
 from support.oracles.cases import Terms
 from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_heads import TRANSFORMS, LargestTensor, rows, upstream
@@ -15,7 +16,7 @@ from test_heads import TRANSFORMS, LargestTensor, rows, upstream
 from groupwise.core import variants  # noqa: F401  registers further objectives
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateSettings, cispo
-from groupwise.policy.heads import HEADS, HeadWeights, chunked_head, logps_from_logits
+from groupwise.policy.heads import HeadWeights, chunked_head, logps_from_logits
 from groupwise.records.sampling_mask import SamplingMask
 
 

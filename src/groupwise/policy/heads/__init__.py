@@ -4,24 +4,21 @@
 """
 
 from groupwise.policy.heads.capture import (
-    HEADS,
     LogprobHead,
     ModelInputs,
     forward_at_head,
     forward_logprobs,
 )
 from groupwise.policy.heads.chunked import chunked_head
-from groupwise.policy.heads.dense import dense_head, logps_from_logits
+from groupwise.policy.heads.dense import logps_from_logits
 from groupwise.policy.heads.weights import HeadWeights, check_head, head_weights
 
 __all__ = [
-    "HEADS",
     "HeadWeights",
     "LogprobHead",
     "ModelInputs",
     "check_head",
     "chunked_head",
-    "dense_head",
     "forward_at_head",
     "forward_logprobs",
     "head_weights",

@@ -32,21 +32,16 @@ from transformers import PreTrainedModel
 from groupwise.compat.accelerate import forward_attribute
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.chunked import chunked_head
-from groupwise.policy.heads.dense import dense_head, logps_from_logits
+from groupwise.policy.heads.dense import logps_from_logits
 from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head
 from groupwise.policy.introspection import configs_with_router_logits, unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
 #: Arguments of a causal LM's forward.
 ModelInputs = dict[str, Any]
-#: ``(hidden_NH, head, targets_N, temperature, with_entropy=..., kept=...)`` -> log-probs (N,), entropy (N,)
-#: or None.
-HeadFunction = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 Outputs = tuple["torch.Tensor | None", ...]
 #: ``(hidden_BKH, head with live weights)`` -> tensors (B, K) or scalars; None entries stay None.
 HeadComputation = Callable[[torch.Tensor, HeadWeights], Outputs]
-
-HEADS: dict[str, HeadFunction] = {"dense": dense_head, "chunked": chunked_head}
 
 _PROBE = 8.0  # distinguishes softcaps and scales, also in bfloat16
 _ACTIVE = "_groupwise_computing"
@@ -58,7 +53,7 @@ _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDict
 class LogprobHead:
     """Kind and precision of the log-prob head of a run.
 
-    name: key of ``HEADS``; "dense" uses the model's own logits, "chunked" replaces the output projection.
+    name: "dense" uses the model's own logits, "chunked" replaces the output projection.
     fp32: project in float32.
     """
 
@@ -105,9 +100,7 @@ def forward_logprobs(
         inputs = {**inputs, "logits_to_keep": 0}  # all S positions, without a copy
     else:
         positions_K = None
-    compute = logprob_computation(
-        HEADS[head.name], targets_BK, temperature, with_entropy, kept, positions_K=positions_K
-    )
+    compute = logprob_computation(targets_BK, temperature, with_entropy, kept, positions_K=positions_K)
     outputs, aux_loss = forward_at_head(model, inputs, head, compute, with_aux_loss=with_aux_loss)
     return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
 
@@ -232,7 +225,6 @@ def compute_at_head(
 
 
 def logprob_computation(
-    head_fn: HeadFunction,
     targets_BK: torch.Tensor,
     temperature: float = 1.0,
     with_entropy: bool = True,
@@ -243,7 +235,6 @@ def logprob_computation(
     """Return the computation of log-probs of ``targets_BK`` (and entropies), for :func:`compute_at_head`.
 
     Args:
-        head_fn: ``dense_head`` or ``chunked_head``; the other arguments are those of this function.
         targets_BK: token ids in [0, V). ``targets_BK[:, k]`` follows the kept position k: for the last T
             tokens of a sequence the model is called with ``logits_to_keep=T + 1``, and the last column is a
             dummy.
@@ -259,7 +250,7 @@ def logprob_computation(
         given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
         assert given == wanted, f"the head received positions {given} for targets {wanted}"
         rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
-        logps_N, entropy_N = head_fn(*rows, with_entropy=with_entropy, kept=kept)
+        logps_N, entropy_N = chunked_head(*rows, with_entropy=with_entropy, kept=kept)
         return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
 
     return compute

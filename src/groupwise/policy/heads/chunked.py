@@ -77,12 +77,15 @@ def chunked_head(
     computed for a frozen input. Between the passes the function saves three floats per row and its inputs.
 
     Args:
-        hidden_NH, head, targets_N, temperature, with_entropy, kept: as in :func:`dense_head`.
+        hidden_NH: final hidden states, one row per predicted token.
+        targets_N: token ids in [0, V).
+        temperature: positive divisor of the logits, applied after the model's own scale and softcap.
+        kept: tokens of the truncated distribution at each of the N positions; None: all tokens.
         chunk_rows: rows of a tile; None picks a size for the device.
         chunk_columns: columns (vocabulary entries) of a tile; None picks a size for the device.
 
     Returns:
-        as :func:`dense_head`.
+        Log-probs and entropy (or None), (N,), float32 (float64 for float64 hidden states), in nats.
     """
     tile_rows, tile_columns = _CPU_TILE if hidden_NH.device.type == "cpu" else _ACCELERATOR_TILE
     rows = chunk_rows or max(1, min(hidden_NH.shape[0], tile_rows))
