@@ -17,10 +17,8 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from groupwise.agents import AgentLoop
-from groupwise.agents.environments import add_environment_rows
-from groupwise.agents.multi_turn import make_agents, make_renderer
-from groupwise.agents.tool_loop import make_agent_loop
+from groupwise.agents.loop import AgentLoop
+from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop, make_agents
 from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
 from groupwise.config.changes import (
     TrainerAttributes,
@@ -180,7 +178,7 @@ class GRPOTrainer(
         if rollout_func is None and not agents.is_multi_turn and rewards_read_rows(self):
             check_columns(reward_funcs, named_columns(train_dataset, eval_dataset))
         processing_class = load_processing_class(processing_class, model, args)
-        make_renderer(agents, processing_class, args)  # refuses a chat template before the model is loaded
+        check_template(agents, processing_class, args)  # before the model is loaded
         as_rendered = None if rollout_func is not None else agents.as_rendered
         data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, as_rendered)
         set_seed(args.seed)  # all ranks initialise the same adapters

@@ -1,6 +1,6 @@
 """EnvironmentPool: pooled instances, reset with the row, methods as tools, ``get_reward``.
 
-Files: ``agents/loop.py``, ``agents/tool_loop.py``.
+Files: ``agents/loop.py``, ``agents/start.py``, ``agents/tool_loop.py``.
 """
 
 from __future__ import annotations

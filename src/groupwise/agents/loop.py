@@ -6,16 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from groupwise.agents.tools import Tool, ToolResult
-from groupwise.agents.trajectory import Trajectory
 from groupwise.core.metrics import Metrics
 from groupwise.errors import AgentError
 from groupwise.records.images import ImageInputs
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.prompts import Message, Prompt
-from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
+
+if TYPE_CHECKING:
+    from groupwise.agents.tools import Tool, ToolResult
+    from groupwise.agents.trajectory import Trajectory
+    from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
+
+
+def empty_prompt() -> list[Message]:
+    """Return the prompt of rows that have none; the environment's observation becomes its text."""
+    return [{"role": "user", "content": ""}]
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,10 @@ from concurrent.futures import wait
 from functools import partial
 from typing import Any, cast
 
-from accelerate import Accelerator
-from transformers import PreTrainedModel
-
 from groupwise.agents.loop import AgentLoop, ChatResponse, Rollout, TurnRequest
 from groupwise.agents.trajectory import Trajectory
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import Mean
-from groupwise.data.prompt_checks import context_length
-from groupwise.distributed import any_rank
 from groupwise.errors import AgentError, ConfigError
 from groupwise.generation.base import GenerationBackend, check_images, json_dict
 from groupwise.random_state import get_state, set_state
@@ -506,29 +501,4 @@ def make_renderer(
         json_dict(config.chat_template_kwargs),
         with_tools=loop.uses_tools,
         with_images=loop.reads_images,
-    )
-
-
-def make_agents(
-    loop: AgentLoop,
-    config: GRPOConfig,
-    processing_class: ProcessingClass,
-    backend: GenerationBackend,
-    model: PreTrainedModel,
-    accelerator: Accelerator,
-) -> MultiTurnRollouts | None:
-    """Return the multi-turn rollouts of a run, or None if it has no tools and environments."""
-    if not loop.is_multi_turn:
-        return None
-
-    # Ranks may call the backend differently often if each has all weights, and no engine is shared.
-    is_independent = accelerator.num_processes == 1 or not backend.requires_all_ranks
-    context = context_length(model, config)
-    return MultiTurnRollouts(
-        loop,
-        processing_class,
-        config,
-        backend.end_tokens,
-        bool if is_independent else partial(any_rank, accelerator),
-        None if context is None else context.tokens,
     )

@@ -5,27 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from groupwise.agents.environment_driven import EnvironmentLoop, RolloutEnvironment
-from groupwise.agents.environments import (
-    EnvironmentFactory,
-    EnvironmentPool,
-    Slot,
-    add_observation,
-    check_observation,
-    empty_prompt,
-)
-from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest
-from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, make_tool, tool_result
-from groupwise.config.grpo_config import GRPOConfig
+from groupwise.agents.environments import EnvironmentPool, Slot, add_observation, check_observation
+from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest, empty_prompt
+from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, tool_result
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError, boundary
-from groupwise.records import RolloutFunction, copied
+from groupwise.records import copied
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.images import insert_images
-from groupwise.tokenization.prompts import Message, Prompt, is_conversational, with_text_content
+from groupwise.tokenization.prompts import Message, is_conversational, with_text_content
 from groupwise.tokenization.tool_calls import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -46,6 +37,7 @@ class ToolLoop(AgentLoop):
     """
 
     reads_images = True
+    as_rendered = staticmethod(with_text_content)
 
     def __init__(
         self,
@@ -59,10 +51,8 @@ class ToolLoop(AgentLoop):
         self.tools, self.pool = list(tools), pool
         self.executor = executor or (CallExecutor() if pool is None else pool.executor)
         self.max_iterations, self.scores_rollouts = max_iterations, scores_rollouts
-        self.is_multi_turn = bool(tools) or pool is not None
         self.provides_tasks = pool is not None
         self.is_routed = pool is not None and pool.is_routed
-        self.as_rendered = with_text_content if self.is_multi_turn else _unchanged
         self._reported: set[tuple[str, str]] = set()
         of_types = [] if pool is None else pool.tools_by_type()
         for own in of_types or [[]]:
@@ -180,45 +170,3 @@ def _followed_by(rollout: Rollout, start: int) -> list[Message]:
         for call, result in rollout.tool_results[start:]
     ]
     return [*cast(list[Message], rollout.messages), *results]
-
-
-def _unchanged(prompt: Prompt) -> Prompt:
-    return prompt
-
-
-def make_agent_loop(
-    tools: Sequence[Callable[..., Any]] | None,
-    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | RolloutEnvironment | None,
-    rollout_func: RolloutFunction | None,
-    config: GRPOConfig,
-) -> AgentLoop:
-    """Validate tools and environments, before anything is loaded; without them, the loop is single-turn.
-
-    Raises:
-        ConfigError: an invalid tool or environment, or arguments that exclude each other.
-        AgentError: an environment factory raised.
-    """
-    if not tools and environment_factory is None:
-        return ToolLoop()
-    if rollout_func is not None:
-        raise ConfigError(
-            "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "
-            "environment_factory and call them in it"
-        )
-    if callable(getattr(environment_factory, "run_rollout", None)):
-        if tools:
-            raise ConfigError(
-                f"environment_factory is a {type(environment_factory).__name__}, which runs rollouts and "
-                "calls its tools itself; drop tools"
-            )
-        return EnvironmentLoop(cast(RolloutEnvironment, environment_factory))
-    executor = CallExecutor(config.tool_timeout)
-    factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory] | None", environment_factory)
-    common = [make_tool(tool) for tool in tools or []]
-    return ToolLoop(
-        common,
-        None if factories is None else EnvironmentPool(factories, executor),
-        executor,
-        max_iterations=config.max_tool_calling_iterations,
-        scores_rollouts=config.rollout_on_error == "retry",
-    )

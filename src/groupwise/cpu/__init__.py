@@ -1,30 +1,18 @@
 """Savings of time and memory that only CPU runs use; the functions do nothing on other devices.
 
 :func:`install_cpu_training` once per run, :func:`save_matmul_outputs` after gradient checkpointing is
-enabled, :func:`cpu_generation` or :func:`stock_linears` around sampling, :func:`trim_heap` between the
-forward and the backward pass.
+enabled, :func:`cpu_generation` around sampling, :func:`trim_heap` between the forward and the backward pass.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 from groupwise.compat.transformers import add_checkpoint_contexts
-from groupwise.cpu.checkpoint import checkpoint_contexts
-from groupwise.cpu.linear import OneDNNLinear, prepacked_weights, replace_linears, stock_linears
-from groupwise.cpu.malloc import keep_large_blocks, malloc_trim, return_large_blocks
-
-__all__ = [
-    "cpu_generation",
-    "install_cpu_training",
-    "save_matmul_outputs",
-    "stock_linears",
-    "trim_heap",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +28,9 @@ def install_cpu_training(models: Iterable[torch.nn.Module | None], *, onednn_lin
     on_cpu = [model for model in models if model is not None and _is_on_cpu(model)]
     if not on_cpu:
         return
+    from groupwise.cpu.linear import replace_linears
+    from groupwise.cpu.malloc import return_large_blocks
+
     return_large_blocks()
     if onednn_linears:
         logger.info("%d linear layers compute with oneDNN", sum(map(replace_linears, on_cpu)))
@@ -51,6 +42,11 @@ def save_matmul_outputs(model: torch.nn.Module) -> None:
     No effect on gradient checkpointing that is enabled later, reentrant checkpoints, and those that have
     contexts of their own.
     """
+    if not _is_on_cpu(model):
+        return
+    from groupwise.cpu.checkpoint import checkpoint_contexts
+    from groupwise.cpu.linear import OneDNNLinear
+
     if any(isinstance(module, OneDNNLinear) for module in model.modules()):
         add_checkpoint_contexts(model, checkpoint_contexts)
 
@@ -61,7 +57,13 @@ def cpu_generation(model: torch.nn.Module) -> Iterator[None]:
 
     The weights of ``model`` must not change inside.
     """
-    with keep_large_blocks() if _is_on_cpu(model) else nullcontext(), prepacked_weights(model):
+    if not _is_on_cpu(model):
+        yield
+        return
+    from groupwise.cpu.linear import prepacked_weights
+    from groupwise.cpu.malloc import keep_large_blocks
+
+    with keep_large_blocks(), prepacked_weights(model):
         yield
 
 
@@ -72,6 +74,8 @@ def trim_heap(device: torch.device) -> None:
     one of the same size in glibc before 2.38: they would stay until the peak of the backward pass.
     """
     if device.type == "cpu":
+        from groupwise.cpu.malloc import malloc_trim
+
         malloc_trim()
 
 

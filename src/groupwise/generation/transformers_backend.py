@@ -19,7 +19,8 @@ from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.cpu import cpu_generation, stock_linears
+from groupwise.cpu import cpu_generation
+from groupwise.cpu.linear import stock_linears
 from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError, shortened
 from groupwise.generation.base import (

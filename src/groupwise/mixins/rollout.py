@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerState
 
-from groupwise.agents import MultiTurnRollouts
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend, check_images
-from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.random_state import RandomState
 from groupwise.records import (
     Completion,
@@ -33,8 +31,10 @@ from groupwise.tokenization.images import (
     row_images,
 )
 from groupwise.tokenization.prompts import Prompt, format_completion, is_conversational, prompts_equal
-from groupwise.tokenization.text import text_tokenizer
-from groupwise.tokenization.tool_calls import TurnParser
+from groupwise.tokenization.text import response_attribute, text_tokenizer
+
+if TYPE_CHECKING:
+    from groupwise.agents.multi_turn import MultiTurnRollouts
 
 #: Receives the positions of finished rows in the request and their completions.
 OnFinished = Callable[[Sequence[int], list[Completion]], None]
@@ -132,17 +132,20 @@ class RolloutMixin:
         self, prompts: list[Prompt], prompt_ids: list[list[int]], completions: list[Completion]
     ) -> list[Prompt]:
         """Decode completions; a tokenizer with a response template splits thoughts from content in chats."""
-        tokenizer = text_tokenizer(self.processing_class)
-        parse = TurnParser(tokenizer, "", with_tools=False)
         token_ids = [completion.token_ids for completion in completions]
         # Text for a text prompt, [{"role": "assistant", "content": text}] for a chat.
-        texts = self.processing_class.batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            [parse(context_ids, ids, ()).message]
-            if parse.response_attribute is not None and is_conversational(prompt)
-            else format_completion(prompt, text, self.args.chat_template_kwargs)  # type: ignore[arg-type]
-            for prompt, context_ids, ids, text in zip(prompts, prompt_ids, token_ids, texts, strict=True)
-        ]
+        decoded = self.processing_class.batch_decode(token_ids, skip_special_tokens=True)
+        template_kwargs: Any = self.args.chat_template_kwargs
+        texts = [format_completion(*each, template_kwargs) for each in zip(prompts, decoded, strict=True)]
+        tokenizer = text_tokenizer(self.processing_class)
+        if response_attribute(tokenizer) is not None:
+            from groupwise.tokenization.tool_calls import TurnParser
+
+            parse = TurnParser(tokenizer, "", with_tools=False)
+            for row, prompt in enumerate(prompts):
+                if is_conversational(prompt):
+                    texts[row] = [parse(prompt_ids[row], token_ids[row], ()).message]
+        return texts
 
     def prefetch_rollouts(self, sampler: SamplerSettings, num_prompts: int | None = None) -> None:
         """Start generating the next ``rollout_staleness`` generations on a server; with agents, first turns.
@@ -198,6 +201,8 @@ class RolloutMixin:
         return ids, all_images
 
     def _call_rollout_func(self, function: RolloutFunction, request: RolloutRequest) -> RolloutBatch:
+        from groupwise.generation.rollout_func import call_rollout_function
+
         prompts = [insert_images(row) for row in request.rows]
         vocab_size = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 2**31)
         prompt_ids, completions, extra = call_rollout_function(

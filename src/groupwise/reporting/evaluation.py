@@ -17,8 +17,6 @@ import torch
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
-from groupwise.core.confidence import gain_interval
-from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
 from groupwise.records import RewardBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -137,6 +135,8 @@ def prompt_values(
     ``rewards/<name>/pass@k``. Completions without a reward are excluded, and a prompt with fewer than k
     others has no value for this k.
     """
+    from groupwise.core.pass_at_k import majority_at_k, mean_with_interval, pass_at_k
+
     values: PromptValues = {}
     sources = [("", 0)]
     if len(functions) > 1:
@@ -160,6 +160,8 @@ def prompt_values(
 
 def _summary(values: PromptValues) -> dict[str, float]:
     """Return mean and half-width of the 95 % interval of each metric over prompts."""
+    from groupwise.core.pass_at_k import mean_with_interval
+
     metrics: dict[str, float] = {}
     for name, by_prompt in values.items():
         mean, interval = mean_with_interval([value for value in by_prompt if not math.isnan(value)])
@@ -175,6 +177,8 @@ def _gains(values: PromptValues, first: PromptValues, look: int) -> dict[str, fl
     and maj@k are in [0, 1] and also get ``_gain_low`` and ``_gain_high``: over all looks of a run, these
     intervals miss their gains with probability 5 % at most.
     """
+    from groupwise.core.confidence import gain_interval
+
     gains = {
         f"{name}_gain": [now - then for now, then in zip(by_prompt, first[name], strict=True)]
         for name, by_prompt in values.items()

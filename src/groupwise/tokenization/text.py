@@ -147,3 +147,9 @@ def tokens_without_embedding(
         return [], False
     tokens = [token for token, index in tokenizer.get_vocab().items() if index >= num_embeddings]
     return tokens, not set(tokens) <= set(tokenizer.get_added_vocab())
+
+
+def response_attribute(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the name of the attribute by which ``parse_response`` splits a turn; None: there is none."""
+    names = "response_template", "response_schema"  # of older versions of transformers
+    return next((name for name in names if getattr(tokenizer, name, None)), None)

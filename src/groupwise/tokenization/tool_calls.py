@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError
 from groupwise.tokenization.prompts import Message
-from groupwise.tokenization.text import replace_surrogates
+from groupwise.tokenization.text import replace_surrogates, response_attribute
 
 #: JSON schema of a tool: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
 ToolSchema = dict[str, Any]
@@ -295,10 +295,7 @@ class TurnParser:
         self, tokenizer: PreTrainedTokenizerBase, chat_template: str, *, with_tools: bool = True
     ) -> None:
         self.tokenizer = tokenizer
-        self.response_attribute = next(
-            (name for name in ("response_template", "response_schema") if getattr(tokenizer, name, None)),
-            None,
-        )
+        self.response_attribute = response_attribute(tokenizer)
         self.match = next(
             (match for marker, match in TOOL_CALL_FORMATS.items() if marker in chat_template), None
         )

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
-from groupwise.agents import AgentLoop
-from groupwise.agents.environments import add_environment_rows
-from groupwise.agents.multi_turn import make_renderer
-from groupwise.agents.tool_loop import make_agent_loop
+from groupwise.agents.loop import AgentLoop
+from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop
 from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
 from groupwise.commands.cli.run_file import RunArguments, read_run
@@ -160,7 +158,7 @@ def _check_prompts(
         ConfigError: the trainer refuses a prompt or the tokenizer.
     """
     processor = load_processing_class(None, settings.model, config)
-    make_renderer(agents, processor, config)
+    check_template(agents, processor, config)
     as_rendered = None if settings.rollout_func else agents.as_rendered
     prepare_data(*datasets, config, settings.model, processor, as_rendered)
     if settings.dataset is None:
