@@ -119,6 +119,29 @@ def test_an_overridden_tokenization_is_refused_with_tools_which_would_not_call_i
         agent_runs.trainer(tmp_path, Theirs, tools=[agent_runs.measure])
 
 
+def test_a_hook_that_resamples_from_the_loader_of_the_run_is_refused_before_the_model_is_loaded(tmp_path):
+    class Resampling(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            self.more = next(iter(self.callback_handler.train_dataloader))
+            return super()._generate_and_score_completions(inputs)
+
+    class Looping(GRPOTrainer):
+        def more_rows(self):
+            return [row for batch in self.callback_handler.train_dataloader for row in batch]
+
+    for kind, name in ((Resampling, "_generate_and_score_completions"), (Looping, "more_rows")):
+        with pytest.raises(
+            ConfigError, match=rf"{kind.__name__}\.{name} iterates callback_handler\.train_data"
+        ):
+            kind(model=str(tmp_path / "absent"), reward_funcs=count_reward)
+
+    class Counting(GRPOTrainer):
+        def num_batches(self):
+            return len(self.callback_handler.train_dataloader)
+
+    trainer(tmp_path, kind=Counting)
+
+
 def test_images_of_a_hook_are_refused(tmp_path):
     class Theirs(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any, TypeVar
 
 from transformers import TrainerCallback
@@ -14,6 +16,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
 from groupwise.errors import ConfigError, warn_once
+from groupwise.hf.arguments import is_overridden
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.tokenization.images import is_processor
 
@@ -109,6 +112,41 @@ def refuses_images(method: Callable[..., T]) -> Callable[..., T]:
 
     checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
+
+
+def check_resampling(trainer: object) -> None:
+    """Refuse methods that iterate the loader of the run: here it does not continue the run's order.
+
+    TRL's sampler goes on with its generator, so that a hook which iterates the loader gets rows of the next
+    permutations and changes the rows of later epochs.
+
+    Raises:
+        ConfigError: such a method, by name, with the counterpart.
+    """
+    methods = {name: value for kind in reversed(type(trainer).__mro__) for name, value in vars(kind).items()}
+    for name, method in {**methods, **vars(trainer)}.items():
+        function = inspect.unwrap(getattr(method, "__func__", method))
+        if is_overridden(trainer, name) and any(map(_iterates_loader, _code_of(function))):
+            raise ConfigError(
+                f"{type(trainer).__name__}.{name} iterates callback_handler.train_dataloader, whose rows "
+                "would not be those of TRL: iterate a loader of your own over train_dataset, made once, or "
+                "use groupwise.GRPOTrainer with dynamic_sampling=True (docs/migrating.md)"
+            )
+
+
+def _code_of(part: Any) -> Iterator[CodeType]:
+    """Iterate over the code of a function, and of the functions and comprehensions inside."""
+    code = part if isinstance(part, CodeType) else getattr(part, "__code__", None)
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _code_of(constant)
+
+
+def _iterates_loader(code: CodeType) -> bool:
+    loops = "iter" in code.co_names or any(one.opname == "GET_ITER" for one in dis.get_instructions(code))
+    return loops and {"callback_handler", "train_dataloader"} <= {*code.co_names}
 
 
 def check_settings(args: GRPOConfig, processing_class: Any) -> None:

@@ -51,6 +51,7 @@ from groupwise.trl_hooks.checks import (
     NOT_CALLED_WITH_TOOLS,
     REFUSED_METHODS,
     check_objective,
+    check_resampling,
     check_settings,
     refuses_images,
     warn_of_callbacks,
@@ -144,6 +145,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         has_tools = getattr(self, "agents", None) is not None  # unknown before the trainer is built
         refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
         check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
+        check_resampling(self)
 
     def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
