@@ -68,6 +68,8 @@ SIGNATURES = [
     ("peft.tuners.tuners_utils", "BaseTunerLayer.get_base_layer", ["self"]),
     ("peft.tuners.tuners_utils", "BaseTunerLayer.merge", ["self"]),
     ("peft.tuners.lora", "Linear.merge", ["self"]),
+    ("peft.tuners.lora", "Linear.get_delta_weight", ["self", "adapter"]),
+    ("peft.tuners.trainable_tokens", "TrainableTokensLayer.get_merged_weights", ["self", "active_adapters"]),
     *(
         (
             "vllm.distributed.weight_transfer",

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -387,10 +388,26 @@ def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, mo
     assert [arguments.get("language_model_only") for arguments in given] == [True, None]
 
 
-def test_a_trained_copy_of_a_tied_head_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "is_allowed"),
+    [
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"trainable_token_indices": [1, 2]}, True),
+        ({}, True),
+    ],
+)
+def test_adapters_of_tied_weights_are_refused_where_they_change_one_of_the_two(settings, is_allowed):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    config = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"], **settings})
     model = peft.get_peft_model(policy(tie_word_embeddings=True), config)
-    with pytest.raises(ConfigError, match="would not use the trained copy"):
+    with (
+        nullcontext()
+        if is_allowed
+        else pytest.raises(ConfigError, match="either the embeddings or the output")
+    ):
         check_policy(model)
     check_policy(peft.get_peft_model(policy(), config))

@@ -320,9 +320,37 @@ def test_a_continued_adapter_is_measured_against_a_frozen_copy_of_itself(tmp_pat
     assert trainable and all(".default." in name for name in trainable)
 
 
-def test_an_adapter_on_the_head_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="lm_head"):
-        trainer(tmp_path, peft_config=lora(target_modules=["q_proj", "lm_head"]))
+def test_dora_on_the_head_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lm_head' has use_dora"):
+        trainer(tmp_path, peft_config=lora(target_modules=["q_proj", "lm_head"], use_dora=True))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["q_proj", "lm_head"]}, {"trainable_token_indices": [3, 4]}]
+)
+def test_an_adapter_of_the_head_trains_in_every_layout(tmp_path, layout, settings):
+    """Values and gradients equal those of the model's own logits; the reference is the start."""
+    model = policy(tie_word_embeddings=True)
+    config = lora(**settings)
+    run = trainer(tmp_path, model=model, peft_config=config, beta=0.04, max_steps=2, sequence_layout=layout)
+    (batch,) = experience(run, ROWS)
+    run.train()
+    assert run.logprob_computer.layout == layout
+    (name,) = [n for n, _ in run.model.named_parameters() if "lm_head.lora_B" in n or "tokens_delta" in n]
+    parameter = dict(run.model.named_parameters())[name]
+
+    def with_gradient(head):
+        run.logprob_computer.head = replace(run.logprob_computer.head, name=head)
+        logps_BT = run.compute_logprobs(run.model, batch).logps_BT * batch.loss_mask_BT
+        return logps_BT.detach(), torch.autograd.grad(logps_BT.sum(), parameter)[0]
+
+    for ours, expected in zip(with_gradient("chunked"), with_gradient("dense"), strict=True):
+        assert expected.abs().max() > 1e-2
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad(), run.reference.scoring(run.model) as reference:
+        logps_BT = run.compute_logprobs(reference, batch).logps_BT
+    torch.testing.assert_close(logps_BT * batch.loss_mask_BT, batch.ref_logps_BT * batch.loss_mask_BT)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])

@@ -78,6 +78,22 @@ def test_adapters_are_merged_and_the_policy_stays_as_it_is(tmp_path, settings):
     assert torch.equal(model(ids).logits, logits)
 
 
+def test_trained_rows_of_tied_weights_are_merged_once(tmp_path):
+    model = with_adapter(policy(tie_word_embeddings=True), trainable_token_indices=[3, 4])
+    expected = checkpoint(copy.deepcopy(model).merge_and_unload(), tmp_path)
+    base = policy(tie_word_embeddings=True).get_input_embeddings().weight
+    changed = (expected["model.embed_tokens.weight"] != base).any(1).nonzero().flatten()
+    assert changed.tolist() == [3, 4] and "lm_head.weight" not in expected
+    assert_same(weight_iterator(model), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_of_the_head_is_merged(tmp_path):
+    adapted = get_peft_model(policy(), LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    expected = checkpoint(copy.deepcopy(adapted).merge_and_unload(), tmp_path)
+    assert (expected["lm_head.weight"] != policy().lm_head.weight).any()
+    assert_same(weight_iterator(adapted), expected, rtol=1e-6, atol=1e-7)
+
+
 def test_disabled_adapters_are_not_merged(tmp_path):
     base = policy()
     expected = checkpoint(base, tmp_path)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -17,6 +18,41 @@ def wrapper_types() -> tuple[type[BaseTunerLayer], type[ModulesToSaveWrapper]]:
     from peft.utils import ModulesToSaveWrapper
 
     return BaseTunerLayer, ModulesToSaveWrapper
+
+
+def head_parameters(head: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias that a head computes with: those of its base layer plus the active adapters.
+
+    The sum is differentiable with respect to both.
+
+    Args:
+        head: the LoRA layer of a linear layer, or its wrapper of ``trainable_token_indices``.
+    """
+    layer = getattr(head, "token_adapter", head)
+    weight, bias = layer.base_layer.weight, getattr(layer.base_layer, "bias", None)
+    if layer.disable_adapters or layer.merged:
+        return weight, bias
+    if layer is not head:
+        return layer.get_merged_weights(layer.active_adapters), bias  # trained rows replace those of the base
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            weight = weight + layer.get_delta_weight(name)
+    return weight, bias
+
+
+def head_adapter_problem(head: Any) -> str:
+    """Return the property of a head's adapter with which it is no sum of matrices; "" if it is one."""
+    if hasattr(head, "token_adapter") or not hasattr(head, "base_layer"):
+        return ""
+    from peft.tuners.lora import Linear
+
+    if type(head) is not Linear:
+        return f"a {type(head).__module__.split('.')[-2]} layer ({type(head).__name__})"
+    if head.lora_variant:
+        return "use_dora or another variant of LoRA"
+    if any(head.lora_bias.values()):
+        return "lora_bias"
+    return "lora_dropout" if any(getattr(drop, "p", 0.0) for drop in head.lora_dropout.values()) else ""
 
 
 def merge_dequantized(tuner: Any) -> None:

@@ -22,6 +22,7 @@ from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import supports_packing
 from groupwise.policy.heads import LogprobHead
+from groupwise.policy.heads.weights import changes_head
 from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
 from groupwise.policy.layouts.check import check_layout
 from groupwise.policy.layouts.packed import (
@@ -166,6 +167,12 @@ def make_logprob_computer(
     policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
 ) -> LogprobComputer:
     """Build the log-prob computer with the configured layout and head."""
+    if is_sharded(accelerator) and changes_head(policy):
+        raise ConfigError(
+            "an adapter changes the language-model head, whose parameters are added up in its forward: with "
+            "FSDP or DeepSpeed they are not there; leave the head out of the adapter, put it into "
+            "modules_to_save, or do not shard"
+        )
     # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
     only_padded = config.use_liger_kernel or config.neftune_noise_alpha is not None
     layout = choose_layout(

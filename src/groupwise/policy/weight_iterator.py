@@ -69,6 +69,11 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     to_checkpoint = to_checkpoint_names(model)
     adapters, skipped = _adapters(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for layer in model.modules():
+        if (
+            getattr(layer, "tied_adapter", None) is not None
+        ):  # trained rows of the embeddings, in the head too
+            uses[id(layer.get_base_layer().weight)] -= 1
     by_unit: dict[Any, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         if id(module) not in skipped and not isinstance(module, FullyShardedDataParallel):

@@ -342,19 +342,61 @@ def test_a_changed_head_description_is_checked_again():
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
+    ("settings", "problem"),
     [
-        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules"),
-        (
-            {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1]}},
-            "trainable_token_indices",
-        ),
+        ({"target_modules": ["lm_head"], "use_dora": True}, "use_dora"),
+        ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, "lora_dropout"),
+        ({"target_modules": ["lm_head"], "lora_bias": True}, "lora_bias"),
     ],
 )
-def test_an_adapter_on_the_head_is_refused(settings, field):
-    model = peft.get_peft_model(build_model("llama"), peft.LoraConfig(r=2, **settings))
-    with pytest.raises(ConfigError, match=f"drop 'lm_head' from {field}"):
+def test_an_adapter_that_is_no_sum_of_matrices_is_refused_on_the_head(settings, problem):
+    base = build_model("llama")
+    base.lm_head.bias = torch.nn.Parameter(torch.zeros(base.config.vocab_size))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, **settings))
+    with pytest.raises(ConfigError, match=f"'.*lm_head' has {problem}.*drop 'lm_head' from target_modules"):
         check_head(model)
+    ia3 = peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[])
+    with pytest.raises(ConfigError, match=r"an? ia3 layer \(Linear\)"):
+        check_head(peft.get_peft_model(build_model("llama"), ia3))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "tokens", "tokens_of_head", "saved"])
+def test_an_adapter_of_the_head_computes_as_the_models_own_logits(tied, kind):
+    base = build_model("llama")
+    if tied:
+        base.lm_head.weight = base.model.embed_tokens.weight
+        base.config.tie_word_embeddings = True
+    settings = {
+        "lora": {"target_modules": ["q_proj", "lm_head"], "use_rslora": True, "lora_alpha": 3},
+        "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
+        "tokens_of_head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1, 5]}},
+        "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    }[kind]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, **settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) / 10)
+    inputs, targets = batch()
+    expected_scores = scores_of_logits(model(**inputs).logits, targets, 0.8)
+    expected = gradients(model, loss_of(*expected_scores))
+    captured, output = captured_scores(model, 0.8)
+    scores = captured.read(output.logits)
+    for ours, theirs in zip(scores, expected_scores, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    given = gradients(model, loss_of(*scores))
+    assert any("q_proj" not in name for name in given) or kind == "tokens"
+    assert_same_gradients(given, expected)
+    hidden = torch.randn(3, base.config.hidden_size)
+    logits = model.get_output_embeddings()(hidden)
+    torch.testing.assert_close(hidden @ head_weights(model).weight_VH.t(), logits, rtol=1e-5, atol=1e-5)
+    with model.disable_adapter(), torch.no_grad():
+        reference, _ = captured_scores(model, 0.8)
+        expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 0.8)
+    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert (reference.outputs[0] - captured.outputs[0]).abs().max() > 1e-2
 
 
 def test_all_linear_adapters_leave_the_head_alone():

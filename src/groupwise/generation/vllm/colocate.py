@@ -42,6 +42,7 @@ from groupwise.generation.vllm.plugin import ADAPTERS, BACKEND, WEIGHTS, registe
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.generation.vllm.weight_source import EngineWeights
+from groupwise.policy.heads.weights import changes_head, is_tied
 from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
 from groupwise.policy.quantization import check_quantized
 from groupwise.policy.weight_iterator import PolicyWeights, base_weights
@@ -462,11 +463,12 @@ def check_policy(model: CausalLM) -> None:
         )
     configs = model.config, model.config.get_text_config()  # vision-language models have it in the first
     tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-    if tied and hasattr(model.get_output_embeddings(), "modules_to_save"):
+    if tied and adapters and not is_tied(model):
         raise ConfigError(
-            "modules_to_save has the output layer of a model that ties it to its embeddings: vLLM ties them, "
-            "too, and would not use the trained copy; set tie_word_embeddings=False in the model's config, "
-            "or use_vllm=False"
+            "the adapter changes either the embeddings or the output layer of a model that ties them, by "
+            "target_modules or modules_to_save: vLLM ties them, too, and would compute with other weights; "
+            "train both with ensure_weight_tying=True or trainable_token_indices of the PEFT config, set "
+            "tie_word_embeddings=False in the model's config, or use_vllm=False"
         )
 
 
@@ -486,7 +488,9 @@ def lora_rank(model: CausalLM) -> int:
         name
         for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
         if getattr(lora, name, None)
-    ] + (["bias"] if lora.bias != "none" else [])
+    ]
+    unsupported += ["bias"] if lora.bias != "none" else []
+    unsupported += ["a layer on the output layer"] if changes_head(model) else []
     if unsupported:
         raise ConfigError(
             f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "

@@ -33,7 +33,7 @@ from groupwise.compat.accelerate import forward_attribute
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.dense import logps_from_logits
-from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head
+from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head, parameters_of
 from groupwise.policy.introspection import configs_with_router_logits, unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
@@ -124,7 +124,8 @@ def forward_at_head(
         outputs of ``compute``, differentiable, and the balancing loss or None.
     """
     inner = unwrapped(model)
-    with compute_at_head(inner, head_weights(inner, fp32=head.fp32), compute) as captured:
+    described = head_weights(inner, fp32=head.fp32, with_adapter=False)  # added once, in the forward
+    with compute_at_head(inner, described, compute) as captured:
         output = model(**_arguments(model, inputs, with_aux_loss))
     return captured.read(output.logits), output.aux_loss if with_aux_loss else None
 
@@ -189,7 +190,8 @@ def compute_at_head(
 ) -> Iterator[HeadOutputs]:
     """Context manager in which the model's head runs ``compute`` instead of projecting to logits.
 
-    Weight and bias are read from the module at the call, since sharding frameworks replace them; ``head``
+    Weight and bias are read from the module at the call, since sharding frameworks replace them, and the
+    active adapters of the head are added to them in the graph, so that they get their gradients; ``head``
     sets the scale, the softcap and the precision. After several forward passes inside one block, the outputs
     are those of the last pass.
 
@@ -209,7 +211,8 @@ def compute_at_head(
 
     @torch.compiler.disable  # writes to `captured`, so a compiled model calls it eagerly
     def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
-        live = replace(head, weight_VH=module.weight, bias_V=getattr(module, "bias", None))
+        weight_VH, bias_V = parameters_of(module)
+        live = replace(head, weight_VH=weight_VH, bias_V=bias_V)
         captured.outputs = compute(hidden_BKH, live)
         return _carrier(captured.outputs, hidden_BKH.shape[:-1])
 

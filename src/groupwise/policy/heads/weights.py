@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from groupwise.compat.peft import head_adapter_problem, head_parameters
 from groupwise.errors import ConfigError
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -28,7 +29,7 @@ class HeadWeights:
     `logits = cap(scale * (h Wᵀ + b))`, where `cap(x) = softcap * tanh(x / softcap)` if there is a softcap.
 
     Args:
-        weight_VH: projection, the live parameter (not a copy).
+        weight_VH: projection, the live parameter (not a copy), or its sum with that of an adapter.
         bias_V: bias, or None.
         softcap: bound of the logits (Gemma 2, arXiv 2408.00118, section 2), or None.
         scale: factor of the logits, before the softcap.
@@ -76,45 +77,71 @@ def _in_use(head: nn.Module | None) -> nn.Module | None:
     return copies[active[0]]
 
 
-def check_head(model: PreTrainedModel) -> None:
-    """Raise an error if an adapter changes the head's weight, since log-prob heads read it.
+def changes_head(model: PreTrainedModel) -> bool:
+    """Return True if a LoRA layer or trained rows change the head's weight; a trained copy has its own."""
+    head = model.get_output_embeddings()
+    return hasattr(head, "base_layer") or hasattr(head, "token_adapter")
 
-    A trained copy of the head (`modules_to_save`) has a weight of its own.
+
+def parameters_of(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias that a module computes with, with what an adapter of its own adds."""
+    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
+        return head_parameters(head)
+    return cast(torch.Tensor, head.weight), getattr(head, "bias", None)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the head in use computes with the embeddings' matrix, and adapters change both alike."""
+    return _matrix(model.get_input_embeddings()) == _matrix(model.get_output_embeddings())
+
+
+def _matrix(module: nn.Module | None) -> tuple[int, int]:
+    """Return ids of the weight that a module in use computes with, and of the adapter that changes it."""
+    used = _in_use(module)
+    layer: Any = getattr(used, "token_adapter", used)
+    adapter = None if not hasattr(layer, "base_layer") else getattr(layer, "tied_adapter", None) or layer
+    return id(getattr(layer, "base_layer", layer).weight), id(adapter)
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise an error if an adapter changes the head otherwise than by adding to or replacing its weight.
 
     Raises:
-        ConfigError: a PEFT adapter or `trainable_token_indices` change the head; the message names the
-            entries of the PEFT config to drop.
+        ConfigError: such an adapter; the message names its setting.
     """
     head = model.get_output_embeddings()
-    is_adapter = hasattr(head, "base_layer")
-    has_trained_tokens = hasattr(head, "token_adapter")
-    if not (is_adapter or has_trained_tokens):
+    problem = head_adapter_problem(head) if changes_head(model) else ""
+    if not problem:
         return
     path = next((name for name, module in model.named_modules() if module is head), "lm_head")
     name = path.rpartition(".")[2]
-    settings = "target_modules" if is_adapter else "trainable_token_indices"
     raise ConfigError(
-        f"a PEFT adapter ({type(head).__name__}) changes the language-model head {path!r}, but log-probs are "
-        f"computed from the head's plain weight; drop {name!r} from {settings} of the PEFT config "
-        f'(target_modules="all-linear" excludes the head), or set modules_to_save=["{name}"]'
+        f"the adapter of the language-model head {path!r} has {problem}, but log-probs are computed from "
+        "the weight of the base plus the product of the adapter: use plain LoRA there, drop "
+        f'{name!r} from target_modules of the PEFT config (target_modules="all-linear" excludes the head), '
+        f'or set modules_to_save=["{name}"]'
     )
 
 
-def head_weights(model: PreTrainedModel, fp32: bool = False) -> HeadWeights:
+def head_weights(model: PreTrainedModel, fp32: bool = False, *, with_adapter: bool = True) -> HeadWeights:
     """Read a causal language model's head: its live parameters, scale and softcap.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
+        with_adapter: add what an adapter adds to the parameters, a new tensor. Otherwise the caller does.
 
     Raises:
-        ConfigError: the model has no head, or an adapter changes it.
+        ConfigError: the model has no head, or an adapter changes it in another way.
     """
     check_head(model)
     head = output_head(model)
     config = model.config.get_text_config(decoder=True)
+    plain = getattr(head, "token_adapter", head)
+    plain = getattr(plain, "base_layer", plain)
+    weight_VH, bias_V = parameters_of(head if with_adapter else plain)
     return HeadWeights(
-        weight_VH=head.weight,
-        bias_V=getattr(head, "bias", None),
+        weight_VH=weight_VH,
+        bias_V=bias_V,
         softcap=getattr(config, "final_logit_softcapping", None),
         scale=_logit_factor(config),
         fp32=fp32,
