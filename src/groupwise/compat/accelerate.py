@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -29,6 +30,14 @@ def forward_attribute(module: nn.Module) -> str:
     ``_old_forward``.
     """
     return "_old_forward" if "_old_forward" in vars(module) else "forward"
+
+
+def forward_autocast(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of the autocast that ``Accelerator.prepare_model`` put around the module's forward."""
+    import torch
+
+    state = shared_states()[1] if "_original_forward" in vars(module) else {}
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.get("_mixed_precision", ""))
 
 
 def shared_states() -> list[dict[str, Any]]:

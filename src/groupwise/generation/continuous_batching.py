@@ -16,7 +16,11 @@ from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation import transformers_backend
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass, check_names, json_dict
-from groupwise.generation.transformers_backend import TransformersBackend, generation_config
+from groupwise.generation.transformers_backend import (
+    TransformersBackend,
+    autocast_of_training,
+    generation_config,
+)
 from groupwise.policy.attention import without_attention_hook
 from groupwise.policy.introspection import (
     CausalLM,
@@ -70,7 +74,13 @@ class ContinuousBatchingBackend(TransformersBackend):
             )
         config = self.config_of(sampling)
         draws = nullcontext() if self.generator is None else seeded_from(self.generator)
-        with evaluation_mode(model), without_attention_hook(model), without_router_logits(model), draws:
+        with (
+            evaluation_mode(model),
+            without_attention_hook(model),
+            without_router_logits(model),
+            autocast_of_training(model),
+            draws,
+        ):
             outputs = model.generate_batch(
                 [list(prompt) for prompt in prompts],
                 generation_config=config,
@@ -131,6 +141,7 @@ def make_backend(
             "use_transformers_continuous_batching=True would sample without the virtual tokens of the "
             "policy's adapter; set use_transformers_continuous_batching=False, or use LoRA"
         )
+    transformers_backend.check_allocated_cache(config, policy(), "use_transformers_continuous_batching=True")
     transformers_backend.warn_about_run_settings(config)
     sampler = generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     batching = batching_config(json_dict(config.transformers_continuous_batching_config))

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from groupwise.compat.accelerate import forward_autocast
 from groupwise.compat.deepspeed import gathered
 from groupwise.compat.peft import virtual_tokens_once
 from groupwise.compat.transformers import is_zero3_enabled
@@ -69,6 +71,9 @@ _CHANGING: dict[str, object] = {
     **{"encoder_repetition_penalty": 1.0, "sequence_bias": None, "exponential_decay_length_penalty": None},
     **{"guidance_scale": 1.0, "watermarking_config": None, "num_beams": 1, "penalty_alpha": 0.0},
 }
+
+#: Values of ``cache_implementation`` whose caches grow with the tokens; others are allocated at once.
+GROWING_CACHES = (None, "auto", "dynamic", "dynamic_full", "offloaded", "quantized")
 
 #: Settings of a model's own generation config that act on completions. ``generate`` reads them where a run
 #: sets none.
@@ -183,6 +188,7 @@ class TransformersBackend(GenerationBackend):
             evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
             gathered(model) if self.gather_weights else nullcontext(),
             without_model_settings(model),
+            autocast_of_training(model),
             stock_linears(model) if self.stock_decoding else cpu_generation(model),
             nullcontext() if lockstep else keep_autocast_weights(model.device),
         ):
@@ -252,6 +258,26 @@ class TransformersBackend(GenerationBackend):
 
 
 @contextmanager
+def autocast_of_training(model: CausalLM) -> Iterator[None]:
+    """Context manager in which ``generate`` computes in the dtype of the training forward.
+
+    accelerate puts autocast around the forward of the policy alone. An adapter's ``generate`` calls the
+    forward of the model below it, which would sample in the dtype of the weights and train on log-probs of
+    another distribution.
+    """
+    dtype, base = forward_autocast(model), without_adapter(model)
+    if dtype is None or base is model:
+        yield
+        return
+    forward = base.forward  # an instance attribute hides the method of the class until it is deleted
+    base.forward = convert_outputs_to_fp32(torch.autocast(base.device.type, dtype)(forward))
+    try:
+        yield
+    finally:
+        del base.forward
+
+
+@contextmanager
 def without_model_settings(model: CausalLM) -> Iterator[None]:
     """Context manager in which ``generate`` samples with the given settings and adds none of the model's own.
 
@@ -285,6 +311,24 @@ def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> Non
             "settings of the model's generation config are not used, because log-probs are those of the "
             "distribution that the run's settings describe; generation_kwargs=%s would apply them",
             shortened(ignored),
+        )
+
+
+def check_allocated_cache(config: GRPOConfig, model: CausalLM, setting: str) -> None:
+    """Check that keys and values have one dtype, which a cache that is allocated in advance needs.
+
+    Under autocast values have half precision, and keys, which are rotated by position, that of the weights.
+
+    Raises:
+        ConfigError: half precision by autocast over float32 weights. DeepSpeed converts the weights instead.
+    """
+    name = "bf16" if config.bf16 else "fp16" if config.fp16 else None
+    if name is not None and model.dtype == torch.float32 and config.deepspeed_plugin is None:
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[name]
+        raise ConfigError(
+            f"{setting} allocates a key-value cache of one dtype, and under {name}=True float32 weights give "
+            f"keys in float32 and values in {dtype}; set {name}=False, load the weights with "
+            f"model_init_kwargs={{'dtype': '{dtype}'}}, or leave {setting.split('=')[0]} at its default"
         )
 
 
@@ -330,6 +374,8 @@ def make_backend(
     kind: type[TransformersBackend] = TransformersBackend,
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
+    if config.cache_implementation not in GROWING_CACHES:
+        check_allocated_cache(config, policy(), f"cache_implementation={config.cache_implementation!r}")
     backend = kind(
         policy,
         generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),
