@@ -211,7 +211,8 @@ def test_unknown_devices_are_not_native():
 
 
 def test_device_choice_follows_use_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     assert [grpo_config._device_type(True), grpo_config._device_type(False)] == ["cpu", "cuda"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

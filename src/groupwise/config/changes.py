@@ -54,7 +54,6 @@ def check_step(config: GRPOConfig, before: Snapshot, *, new_run: bool) -> set[st
     describes the run.
 
     Args:
-        before: snapshot of the step before.
         new_run: the step is the first one of a run, or outside a run.
 
     Raises:

@@ -36,8 +36,16 @@ UNPUBLISHED: Final[dict[str, tuple[str, ...]]] = {
     "reward_models": ("reward-model-*",),  # with the examples that they were trained on
 }
 
+# Settings with the same effect of a change, or of one feature.
 _of_schedule = partial(Setting, changes="run", on_resume=SCHEDULE)
 _of_optimizer = partial(Setting, changes="run", on_resume=OPTIMIZER_STATE)
+_of_step = partial(Setting, card="if_changed", changes="step")
+_of_generation = partial(Setting, card="if_changed", changes="generation")
+_of_correction = partial(_of_step, no_effect_unless=when.CORRECTION)
+_of_vespo = partial(_of_step, no_effect_unless=when.VESPO)
+_of_adaptive_entropy = partial(_of_step, no_effect_unless=on("use_adaptive_entropy"))
+_of_colocate = partial(Setting, no_effect_unless=when.COLOCATE)
+_of_server = partial(Setting, no_effect_unless=when.SERVER)
 
 #: Fields of ``TrainingArguments`` with an unchanged default and a constraint or meaning of their own here;
 #: those that a version of transformers lacks are skipped.
@@ -208,19 +216,17 @@ class GRPOFields(TrainingArguments):
     temperature: Annotated[float, Setting(
         "Sampling temperature, also of the trainer's log-probs.", gt=0, card="always",
         changes="generation")] = 1.0
-    top_p: Annotated[float, Setting(
+    top_p: Annotated[float, _of_generation(
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off. Log-probs "
-        "are those of the truncated distribution where the sampler reports the sampling mask.", gt=0, le=1,
-        card="if_changed", changes="generation")] = 1.0
-    top_k: Annotated[int | None, Setting(
-        "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.", ge=0,
-        card="if_changed", changes="generation")] = None
-    min_p: Annotated[float | None, Setting(
+        "are those of the truncated distribution where the sampler reports the sampling mask.", gt=0,
+        le=1)] = 1.0
+    top_k: Annotated[int | None, _of_generation(
+        "Keep this many of the most probable tokens. None, 0 or -1: off. Truncates like top_p.", ge=0)] = None
+    min_p: Annotated[float | None, _of_generation(
         "Drop tokens less probable than this fraction of the most probable one. None or 0: off. Truncates "
-        "like top_p.", ge=0, le=1, card="if_changed", changes="generation")] = None
-    repetition_penalty: Annotated[float, Setting(
-        "Penalty on tokens that are already present. 1: off.", gt=0, card="if_changed",
-        changes="generation")] = 1.0
+        "like top_p.", ge=0, le=1)] = None
+    repetition_penalty: Annotated[float, _of_generation(
+        "Penalty on tokens that are already present. 1: off.", gt=0)] = 1.0
     generation_kwargs: Annotated[Json, Setting(
         "Further sampler arguments (dict or JSON). They override the fields above, also for the trainer's "
         "log-probs.")] = None
@@ -247,54 +253,44 @@ class GRPOFields(TrainingArguments):
     vllm_mode: Annotated[str, Setting(
         "colocate: engine in the trainer's processes. server: separate processes.",
         choices=("colocate", "server"), card="if_changed")] = "colocate"
-    vllm_model_impl: Annotated[str, Setting(
-        "Model implementation of the engine.", choices=("vllm", "transformers"),
-        no_effect_unless=when.COLOCATE)] = "vllm"
-    vllm_enable_sleep_mode: Annotated[bool, Setting(
-        "Free the memory of the engine during training.", no_effect_unless=when.COLOCATE)] = False
+    vllm_model_impl: Annotated[str, _of_colocate(
+        "Model implementation of the engine.", choices=("vllm", "transformers"))] = "vllm"
+    vllm_enable_sleep_mode: Annotated[bool, _of_colocate(
+        "Free the memory of the engine during training.")] = False
     vllm_structured_outputs_regex: Annotated[str | None, Setting(
         "Regular expression that every completion matches.", no_effect_unless=when.VLLM)] = None
-    vllm_server_base_url: Annotated[str | None, Setting(
-        "Address of the server; overrides host and port.", no_effect_unless=when.SERVER)] = None
-    vllm_server_host: Annotated[str, Setting(
-        "Host name or IP address of the server.", no_effect_unless=when.SERVER)] = "0.0.0.0"
-    vllm_server_port: Annotated[int, Setting(
-        "Port of the server.", ge=1, le=65535, no_effect_unless=when.SERVER)] = 8000
-    vllm_server_timeout: Annotated[float, Setting(
-        "Seconds to wait for the server before a ConnectionError.", gt=0,
-        no_effect_unless=when.SERVER)] = 240.0
-    vllm_group_port: Annotated[int, Setting(
-        "Port of the process group that transfers weights to the server.", ge=1, le=65535,
-        no_effect_unless=when.SERVER)] = 51216
-    vllm_gpu_memory_utilization: Annotated[float, Setting(
-        "Fraction of the GPU memory for the engine.", gt=0, le=1, no_effect_unless=when.COLOCATE)] = 0.3
-    vllm_max_model_length: Annotated[int | None, Setting(
-        "Maximum number of tokens of prompt and completion together.", ge=1,
-        no_effect_unless=when.COLOCATE)] = None
-    vllm_tensor_parallel_size: Annotated[int, Setting(
-        "Processes that share one engine.", ge=1, requires=(when.DIVIDES_PROCESSES,),
-        no_effect_unless=when.COLOCATE)] = 1
-    vllm_engine_kwargs: Annotated[Json, Setting(
-        "Further arguments (dict or JSON) of the engine.", no_effect_unless=when.COLOCATE)] = None
+    vllm_server_base_url: Annotated[str | None, _of_server(
+        "Address of the server; overrides host and port.")] = None
+    vllm_server_host: Annotated[str, _of_server("Host name or IP address of the server.")] = "0.0.0.0"
+    vllm_server_port: Annotated[int, _of_server("Port of the server.", ge=1, le=65535)] = 8000
+    vllm_server_timeout: Annotated[float, _of_server(
+        "Seconds to wait for the server before a ConnectionError.", gt=0)] = 240.0
+    vllm_group_port: Annotated[int, _of_server(
+        "Port of the process group that transfers weights to the server.", ge=1, le=65535)] = 51216
+    vllm_gpu_memory_utilization: Annotated[float, _of_colocate(
+        "Fraction of the GPU memory for the engine.", gt=0, le=1)] = 0.3
+    vllm_max_model_length: Annotated[int | None, _of_colocate(
+        "Maximum number of tokens of prompt and completion together.", ge=1)] = None
+    vllm_tensor_parallel_size: Annotated[int, _of_colocate(
+        "Processes that share one engine.", ge=1, requires=(when.DIVIDES_PROCESSES,))] = 1
+    vllm_engine_kwargs: Annotated[Json, _of_colocate(
+        "Further arguments (dict or JSON) of the engine.")] = None
     vllm_weight_check: Annotated[str, Setting(
         "Compare all weights that vLLM computes with to the trainer's after every sync, the first, or never.",
         choices=("every_sync", "first", "off"), no_effect_unless=when.VLLM)] = "every_sync"
-    vllm_importance_sampling_correction: Annotated[bool, Setting(
-        "Importance-sampling correction for the difference between the log-probs of sampler and trainer.",
-        card="if_changed", changes="step")] = True
-    vllm_importance_sampling_mode: Annotated[str, Setting(
+    vllm_importance_sampling_correction: Annotated[bool, _of_step(
+        "Importance-sampling correction for the difference between the log-probs of sampler and "
+        "trainer.")] = True
+    vllm_importance_sampling_mode: Annotated[str, _of_correction(
         "Correct per token or per sequence; truncate the ratio at the bounds, or mask it beyond them.",
-        choices=CORRECTION_MODES, requires=(when.BOUNDS_OF_TRUNCATION,), no_effect_unless=when.CORRECTION,
-        card="if_changed", changes="step")] = "sequence_mask"
-    vllm_importance_sampling_clip_max: Annotated[float | None, Setting(
-        "Upper bound of the correction. None: no bound.", gt=0, no_effect_unless=when.CORRECTION,
-        card="if_changed", changes="step")] = 3.0
-    vllm_importance_sampling_clip_min: Annotated[float | None, Setting(
-        "Lower bound of the correction. None: no bound.", ge=0, requires=(when.BELOW_CLIP_MAX,),
-        no_effect_unless=when.CORRECTION, card="if_changed", changes="step")] = None
-    rollout_func_importance_sampling_correction: Annotated[bool, Setting(
+        choices=CORRECTION_MODES, requires=(when.BOUNDS_OF_TRUNCATION,))] = "sequence_mask"
+    vllm_importance_sampling_clip_max: Annotated[float | None, _of_correction(
+        "Upper bound of the correction. None: no bound.", gt=0)] = 3.0
+    vllm_importance_sampling_clip_min: Annotated[float | None, _of_correction(
+        "Lower bound of the correction. None: no bound.", ge=0, requires=(when.BELOW_CLIP_MAX,))] = None
+    rollout_func_importance_sampling_correction: Annotated[bool, _of_step(
         "Correct for the log-probs that a rollout_func returns without vLLM, too.",
-        no_effect_unless=when.CORRECTION_WITHOUT_VLLM, card="if_changed", changes="step")] = False
+        no_effect_unless=when.CORRECTION_WITHOUT_VLLM)] = False
     logprob_mismatch_check: Annotated[str, Setting(
         "Compare the log-probs of a separate sampler with those of the trainer.",
         choices=("off", "warn", "error"))] = "warn"
@@ -305,15 +301,14 @@ class GRPOFields(TrainingArguments):
     beta: Annotated[float, Setting(
         "Weight of the KL to the reference model. 0: no reference model in memory.", ge=0, card="always",
         changes="step")] = 0.0
-    kl_estimator: Annotated[str, Setting(
-        "Estimator of the KL per token.", choices=KL_ESTIMATORS, no_effect_unless=when.KL, card="if_changed",
-        changes="step")] = "k3"
-    kl_in_reward: Annotated[bool, Setting(
+    kl_estimator: Annotated[str, _of_step(
+        "Estimator of the KL per token.", choices=KL_ESTIMATORS, no_effect_unless=when.KL)] = "k3"
+    kl_in_reward: Annotated[bool, _of_step(
         "Subtract the KL from the reward instead of adding it to the loss.",
-        requires=(when.KL, when.SUM_OF_REWARDS), card="if_changed", changes="step")] = False
-    use_bias_correction_kl: Annotated[bool, Setting(
+        requires=(when.KL, when.SUM_OF_REWARDS))] = False
+    use_bias_correction_kl: Annotated[bool, _of_step(
         "Multiply the KL by the importance ratio (DeepSeek-V3.2).", requires=(when.KL_IN_LOSS,),
-        no_effect_unless=when.KL, card="if_changed", changes="step")] = False
+        no_effect_unless=when.KL)] = False
     num_iterations: Annotated[int, Setting(
         "Optimization epochs over each generation batch (mu).", ge=1, card="always", changes="generation",
         on_resume=PROMPT_ORDER)] = 1
@@ -323,9 +318,9 @@ class GRPOFields(TrainingArguments):
     epsilon_high: Annotated[float | None, Setting(
         "Clip range of the ratio above 1; for cispo the upper bound of the ratio. None: epsilon.", ge=0,
         card="always", changes="step")] = None
-    delta: Annotated[float | None, Setting(
+    delta: Annotated[float | None, _of_step(
         "Upper bound of the unclipped ratio (INTELLECT-2). None: no bound.", gt=0,
-        no_effect_unless=when.CLIPPED_RATIO, card="if_changed", changes="step")] = None
+        no_effect_unless=when.CLIPPED_RATIO)] = None
     loss_type: Annotated[str, Setting(
         "Objective; register_objective adds further ones.", choices=OBJECTIVES, card="always",
         changes="step")] = "dapo"
@@ -335,32 +330,22 @@ class GRPOFields(TrainingArguments):
     importance_sampling_level: Annotated[str, Setting(
         "Ratio per token, or per sequence (GSPO).", choices=RATIO_LEVELS, card="always",
         changes="step")] = "token"
-    sapo_temperature_pos: Annotated[float, Setting(
-        "Gate temperature for positive advantages.", gt=0, no_effect_unless=when.SAPO, card="if_changed",
-        changes="step")] = 1.0
-    sapo_temperature_neg: Annotated[float, Setting(
-        "Gate temperature for the other advantages.", gt=0, no_effect_unless=when.SAPO, card="if_changed",
-        changes="step")] = 1.05
-    vespo_k_pos: Annotated[float, Setting(
-        "Power of the weight for positive advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
-        changes="step")] = 2.0
-    vespo_lambda_pos: Annotated[float, Setting(
-        "Decay of the weight for positive advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
-        changes="step")] = 3.0
-    vespo_k_neg: Annotated[float, Setting(
-        "Power of the weight for negative advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
-        changes="step")] = 3.0
-    vespo_lambda_neg: Annotated[float, Setting(
-        "Decay of the weight for negative advantages.", gt=0, no_effect_unless=when.VESPO, card="if_changed",
-        changes="step")] = 2.0
-    off_policy_mask_threshold: Annotated[float | None, Setting(
-        "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.", ge=0,
-        card="if_changed", changes="step")] = None
-    mask_truncated_completions: Annotated[bool, Setting(
-        "Mask completions without an end token in the loss.", card="if_changed", changes="step")] = False
-    top_entropy_quantile: Annotated[float, Setting(
+    sapo_temperature_pos: Annotated[float, _of_step(
+        "Gate temperature for positive advantages.", gt=0, no_effect_unless=when.SAPO)] = 1.0
+    sapo_temperature_neg: Annotated[float, _of_step(
+        "Gate temperature for the other advantages.", gt=0, no_effect_unless=when.SAPO)] = 1.05
+    vespo_k_pos: Annotated[float, _of_vespo("Power of the weight for positive advantages.", gt=0)] = 2.0
+    vespo_lambda_pos: Annotated[float, _of_vespo("Decay of the weight for positive advantages.", gt=0)] = 3.0
+    vespo_k_neg: Annotated[float, _of_vespo("Power of the weight for negative advantages.", gt=0)] = 3.0
+    vespo_lambda_neg: Annotated[float, _of_vespo("Decay of the weight for negative advantages.", gt=0)] = 2.0
+    off_policy_mask_threshold: Annotated[float | None, _of_step(
+        "Mask sequences of negative advantage whose mean log-ratio to the sampler exceeds this.",
+        ge=0)] = None
+    mask_truncated_completions: Annotated[bool, _of_step(
+        "Mask completions without an end token in the loss.")] = False
+    top_entropy_quantile: Annotated[float, _of_step(
         "Fraction of the tokens, those of highest entropy, in the policy loss. 0: only the highest.", ge=0,
-        le=1, card="if_changed", changes="step")] = 1.0
+        le=1)] = 1.0
     sync_ref_model: Annotated[bool, Setting(
         "Move the reference model towards the policy during training.", requires=(when.KL,),
         card="if_changed")] = False
@@ -370,43 +355,34 @@ class GRPOFields(TrainingArguments):
     ref_model_sync_steps: Annotated[int, Setting(
         "Optimizer steps between updates of the reference model.", ge=1,
         no_effect_unless=on("sync_ref_model"), card="if_changed")] = 512
-    entropy_coef: Annotated[float, Setting(
-        "Weight of the entropy bonus; the initial weight under adaptive control.", card="if_changed",
-        changes="step")] = 0.0
-    use_adaptive_entropy: Annotated[bool, Setting(
-        "Control entropy_coef so that the entropy stays at entropy_target (Skywork-OR1).",
-        card="if_changed", changes="step")] = False
-    entropy_coef_min: Annotated[float, Setting(
-        "Smallest weight of the entropy bonus.",
-        no_effect_unless=on("use_adaptive_entropy"), card="if_changed", changes="step")] = 0.0
-    entropy_coef_max: Annotated[float, Setting(
-        "Largest weight of the entropy bonus.",
-        no_effect_unless=on("use_adaptive_entropy"), card="if_changed", changes="step")] = 1.0
-    entropy_coef_delta: Annotated[float, Setting(
-        "Change of the weight per optimizer step.", gt=0, no_effect_unless=on("use_adaptive_entropy"),
-        card="if_changed", changes="step")] = 0.005
-    entropy_target: Annotated[float, Setting(
-        "Entropy in nats up to which the bonus applies.", ge=0, no_effect_unless=on("use_adaptive_entropy"),
-        card="if_changed", changes="step")] = 0.2
+    entropy_coef: Annotated[float, _of_step(
+        "Weight of the entropy bonus; the initial weight under adaptive control.")] = 0.0
+    use_adaptive_entropy: Annotated[bool, _of_step(
+        "Control entropy_coef so that the entropy stays at entropy_target (Skywork-OR1).")] = False
+    entropy_coef_min: Annotated[float, _of_adaptive_entropy("Smallest weight of the entropy bonus.")] = 0.0
+    entropy_coef_max: Annotated[float, _of_adaptive_entropy("Largest weight of the entropy bonus.")] = 1.0
+    entropy_coef_delta: Annotated[float, _of_adaptive_entropy(
+        "Change of the weight per optimizer step.", gt=0)] = 0.005
+    entropy_target: Annotated[float, _of_adaptive_entropy(
+        "Entropy in nats up to which the bonus applies.", ge=0)] = 0.2
 
     # Rewards and advantages
-    reward_weights: Annotated[list[float] | None, Setting(
-        "One weight per reward function. None: all 1.", card="if_changed", changes="step")] = None
+    reward_weights: Annotated[list[float] | None, _of_step(
+        "One weight per reward function. None: all 1.")] = None
     scale_rewards: Annotated[str, Setting(
         "Standard deviation that advantages are divided by. True: group. False: none.",
         choices=("group", "batch", "none"), card="always", changes="step")] = "group"
-    multi_objective_aggregation: Annotated[str, Setting(
+    multi_objective_aggregation: Annotated[str, _of_step(
         "Combination of several reward functions: normalize the weighted sum, or sum normalized rewards; "
-        "register_aggregation adds further ones.", choices=AGGREGATIONS, card="if_changed",
-        changes="step")] = "sum_then_normalize"
+        "register_aggregation adds further ones.", choices=AGGREGATIONS)] = "sum_then_normalize"
     advantage_baseline: Annotated[str, Setting(
         "Baseline of the advantage: mean of the group, or of the other completions in it; register_advantage "
         "adds further ones.", choices=ADVANTAGES, card="always", changes="step")] = "group_mean"
     reward_timeout: Annotated[float | None, Setting(
         "Time limit of a reward call in seconds. None: no limit.", gt=0, changes="step")] = None
-    reward_on_error: Annotated[str, Setting(
+    reward_on_error: Annotated[str, _of_step(
         "Failing reward function: raise an error, or treat the rewards as missing.",
-        choices=("raise", "none"), card="if_changed", changes="step")] = "raise"
+        choices=("raise", "none"))] = "raise"
     eval_pass_at_k: Annotated[list[int] | None, Setting(
         "Values of k: evaluation reports pass@k, maj@k and avg@n with confidence intervals.", ge=1,
         requires=(when.K_OF_GENERATIONS,), changes="step")] = None
@@ -440,8 +416,7 @@ class GRPOFields(TrainingArguments):
     sequence_layout: Annotated[str, Setting(
         "Layout of the model inputs.", choices=("auto", "padded", "packed", "shared_prefix"),
         card="if_changed")] = "auto"
-    skip_zero_advantage: Annotated[bool, Setting(
-        "Skip rows that cannot contribute to the gradient.", card="if_changed", changes="step")] = True
+    skip_zero_advantage: Annotated[bool, _of_step("Skip rows that cannot contribute to the gradient.")] = True
     dynamic_sampling: Annotated[bool, Setting(
         "Resample groups whose rewards do not vary (DAPO).", card="if_changed",
         on_resume=PROMPT_ORDER)] = False

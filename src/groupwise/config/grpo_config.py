@@ -179,12 +179,8 @@ def _device_type(use_cpu: bool) -> str:
         return "cpu"
     if is_torch_xla_available():
         return "xla"
-    if torch.cuda.is_available():
-        return "cuda"
-    if torch.backends.mps.is_available():
-        return "mps"
-    others = [name for name in ("xpu", "npu", "mlu", "musa", "hpu") if hasattr(torch, name)]
-    return next((name for name in others if getattr(torch, name).is_available()), "cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def computes_bf16_natively(device_type: str) -> bool:

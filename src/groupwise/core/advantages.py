@@ -144,9 +144,6 @@ def register_aggregation(name: str, combine: Combine, *, normalize_first: bool =
 def total_rewards(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> torch.Tensor:
     """Aggregate the raw rewards of all functions and subtract the penalty.
 
-    Args:
-        aggregation: a name in ``AGGREGATIONS``.
-
     Returns:
         (N,), NaN for completions without a reward.
 
@@ -305,7 +302,6 @@ def register_advantage(name: str, estimator: Estimator) -> None:
     """Make ``advantage_baseline=name`` available.
 
     Args:
-        name: new name.
         estimator: ``(GroupRewards, AdvantageSettings) -> (N,) or (N, T)`` advantages.
 
     Raises:

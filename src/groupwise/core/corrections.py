@@ -51,8 +51,7 @@ def sampler_correction(
     Args:
         log_gap_BT: d from :func:`sampler_log_gap`.
         mode: name in ``CORRECTION_MODES``.
-        clip_min: lower bound; None: unbounded.
-        clip_max: upper bound; None: unbounded.
+        clip_min, clip_max: bounds; None: unbounded.
 
     Returns:
         (B, T) for token modes, (B, 1) for sequence modes; no gradient.

@@ -271,7 +271,6 @@ def register_objective(
     """Make ``loss_type=name`` available.
 
     Args:
-        name: new name.
         surrogate: ``(SurrogateInputs, settings) -> (B, T) or (B, 1)`` per-token loss, to be minimised. It
             must treat rows independently: micro-batches are rebalanced, and rows of one prompt may be apart.
         normalizer: a built-in one (``sequence_mean``, ``local_token_mean``, ``constant_length``,

@@ -19,10 +19,7 @@ def pad_sequences(
     """Pad sequences of different lengths to a tensor.
 
     Args:
-        sequences: B sequences of numbers.
         multiple_of: round T up to a multiple of this number.
-        dtype: of the returned tensor.
-        device: of the returned tensor.
 
     Returns:
         (B, T), T is the longest length (at least 1), rounded up.

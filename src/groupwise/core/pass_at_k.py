@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from statistics import fmean, stdev
 
 #: Half-width of the 95 % interval of a normal distribution, in standard errors.
 _NORMAL_95 = 1.959964
@@ -74,11 +75,7 @@ def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
     Returns:
         (mean, half-width); the mean of no values and the half-width of fewer than two are NaN.
     """
-    count = len(values)
-    if count == 0:
-        return math.nan, math.nan
-    mean = math.fsum(values) / count
-    if count == 1:
+    mean = fmean(values) if values else math.nan
+    if len(values) < 2:
         return mean, math.nan
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)  # s², unbiased
-    return mean, _NORMAL_95 * math.sqrt(variance / count)
+    return mean, _NORMAL_95 * stdev(values) / math.sqrt(len(values))

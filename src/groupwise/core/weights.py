@@ -76,7 +76,6 @@ def register_normalizer(name: str, function: NormalizerFunction, *, needs_group_
     """Make ``name`` available as the normalizer of :func:`register_objective`.
 
     Args:
-        name: new name.
         function: ``(WeightInputs, WindowCounts) -> (B, T)`` weights, zero off the mask. Gradients are
             averaged over ranks: multiply by ``counts.world_size`` when dividing by a global count.
         needs_group_tokens: count the loss tokens of every prompt over all ranks into ``counts.group_tokens``,

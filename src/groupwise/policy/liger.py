@@ -76,9 +76,6 @@ class LigerLoss:
     ) -> tuple[LossOutput, torch.Tensor | None]:
         """Compute the loss of ``batch``, and the balancing loss of a mixture of experts, if there is one.
 
-        Args:
-            settings: settings of the loss in this step.
-
         Raises:
             ConfigError: the advantages differ within a sequence.
         """

@@ -57,9 +57,6 @@ def prepare_policy(
 
     Args:
         model: Hub id, directory or a loaded model, which is changed in place.
-        config: settings of the run.
-        quantization_config: as in transformers.
-        peft_config: as in PEFT.
 
     Raises:
         ConfigError: the settings, the model and the adapter do not fit together.
@@ -110,10 +107,6 @@ def load_policy(
     """Load the policy from a Hub id or directory; return a model object unchanged, without loading options.
 
     The default dtype is float32, since half precision would round small updates to zero.
-
-    Args:
-        model: Hub id, directory or a loaded model.
-        config: ``model_init_kwargs`` and ``trust_remote_code`` are read.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -236,25 +229,22 @@ def make_generation_config_savable(model: PreTrainedModel) -> None:
     It loads with them: ``do_sample=False`` with a temperature, for example, which then has no effect.
     """
     config, removed = getattr(model, "generation_config", None), dict[str, Any]()
-    if config is None:
+    if config is None or _is_savable(config):
         return
-    for name, value in config.to_diff_dict().items():
-        if name != "do_sample" and not _is_savable(config):
-            removed[name] = value
-            setattr(config, name, getattr(GenerationConfig(), name, None))
-    for name, value in list(removed.items()):
+    given = {name: value for name, value in config.to_diff_dict().items() if name != "do_sample"}
+    defaults = {name: getattr(GenerationConfig(), name, None) for name in given}
+    config.update(**defaults)
+    for name, value in given.items():
         setattr(config, name, value)
-        if _is_savable(config):
-            del removed[name]
-        else:
-            setattr(config, name, getattr(GenerationConfig(), name, None))
-    if removed:
-        logger.warning(
-            "the model's generation config cannot be saved with %r and do_sample=%r: these values are "
-            "removed from it (the sampling settings of the run do not come from there)",
-            removed,
-            config.do_sample,
-        )
+        if not _is_savable(config):
+            removed[name] = value
+            setattr(config, name, defaults[name])
+    logger.warning(
+        "the model's generation config cannot be saved with %r and do_sample=%r: these values are removed "
+        "from it (the sampling settings of the run do not come from there)",
+        removed,
+        config.do_sample,
+    )
 
 
 def _is_savable(config: GenerationConfig) -> bool:

@@ -45,7 +45,6 @@ def choose_layout(
     Args:
         wanted: "padded", "packed", "shared_prefix" or "auto".
         model: the policy; supported models get the attention hook.
-        group_size: completions per prompt.
         with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
         on_gpu: warn if "auto" becomes "padded".
 
@@ -82,7 +81,6 @@ class LogprobComputer:
     """Compute log-probs of completions in the layout of the run.
 
     Args:
-        layout: from :func:`choose_layout`.
         any_rank: returns True if its argument is true on a rank; called once, by all ranks.
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
@@ -122,7 +120,6 @@ class LogprobComputer:
         The first call with a layout other than "padded" compares it with the padded layout.
 
         Args:
-            model: causal LM, wrapped or not.
             with_aux_loss: also return the balancing loss; only with the padded layout.
 
         Returns:

@@ -28,7 +28,6 @@ def quantization_of(
 
     Args:
         model: Hub id, directory or a loaded model; of a name, only the config is loaded.
-        config: ``model_init_kwargs`` are read.
         given: the trainer's ``quantization_config``.
     """
     found: Any
@@ -48,17 +47,7 @@ def check_quantization(
     quantization_config: QuantizationConfigMixin | None,
     peft_config: PeftConfig | None,
 ) -> None:
-    """Check a quantized policy before its weights are loaded.
-
-    Args:
-        model: the trainer's argument.
-        quantization_config: the trainer's argument.
-        peft_config: the trainer's argument.
-
-    Raises:
-        ConfigError: the policy is quantized and has no adapter; or vLLM cannot sample from it: its adapter is
-            not LoRA, or its quantization not that of bitsandbytes to 4 bits.
-    """
+    """Apply :func:`check_quantized` to the trainer's arguments, before weights are loaded."""
     quantization = quantization_of(model, config, quantization_config)
     if quantization is not None:
         check_quantized(quantization, adapters_of(model, peft_config), use_vllm=config.use_vllm)
@@ -70,7 +59,8 @@ def check_quantized(
     """Check that a quantized policy can be trained, and that vLLM can sample from it.
 
     Raises:
-        ConfigError: as :func:`check_quantization`.
+        ConfigError: the policy has no adapter; or vLLM cannot sample from it: its adapter is not LoRA, or its
+            quantization not that of bitsandbytes to 4 bits.
     """
     method = str(getattr(quantization.quant_method, "value", quantization.quant_method))
     bits = next((bits for bits in (4, 8) if getattr(quantization, f"load_in_{bits}bit", False)), None)

@@ -33,11 +33,7 @@ class Reference:
         return type(self) is not Reference
 
     def scoring(self, policy: nn.Module) -> AbstractContextManager[nn.Module | None]:
-        """Context manager that yields the model which computes reference log-probs, or None.
-
-        Args:
-            policy: the unwrapped policy.
-        """
+        """Context manager that yields the model which computes reference log-probs, or None."""
         return nullcontext(None)
 
     def mix(self, policy: nn.Module, alpha: float) -> None:
@@ -122,8 +118,6 @@ def make_reference(policy: PreTrainedModel, config: GRPOConfig, *, fresh_adapter
     """Build the reference policy; without KL term (``beta=0``) it has no model.
 
     Args:
-        policy: the unwrapped policy, with its adapter.
-        config: ``beta`` and ``sync_ref_model`` are read.
         fresh_adapter: the adapter was attached to the policy just now.
 
     Raises:

@@ -130,11 +130,9 @@ class StepScorer(ModelReward):
     """Reward function that returns (index of the step's last token, score) for every step.
 
     Args:
-        model: the classifier; set to evaluation mode.
         reward: its separator and step token.
-        tokenizer: tokenizer of the model; None: loaded from the model's id.
         policy_tokenizer: decodes completions.
-        options: batch size and further arguments of :class:`ModelReward`.
+        model, tokenizer, options: arguments of :class:`ModelReward`.
 
     Raises:
         ConfigError: the model has more than two labels, or the separator is no token of the policy.

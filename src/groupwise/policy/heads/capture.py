@@ -77,10 +77,8 @@ def forward_logprobs(
     The model is called as a whole, so that wrappers (DDP, accelerate, DeepSpeed) see every forward pass.
 
     Args:
-        model: the causal LM, wrapped or not.
         inputs: arguments of its forward. An index of positions (K,) may repeat some, for a batch of one row.
         targets_BK: the token predicted at each kept position, int64.
-        temperature: divisor of the logits.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
         kept: tokens of the truncated distribution at the B · K positions; None: all tokens.
 
@@ -116,8 +114,6 @@ def forward_at_head(
     """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
 
     Args:
-        model, inputs, with_aux_loss: as in :func:`forward_logprobs`.
-        head: its precision is read.
         compute: function of the hidden states (B, K, H) and the head's weights.
 
     Returns:
@@ -198,7 +194,6 @@ def compute_at_head(
     Args:
         model: the transformers or PEFT model below its wrappers; call the wrapper (DDP, FSDP, an engine)
             inside.
-        head: from ``head_weights(model)``.
         compute: function of the hidden states (B, K, H) of every position that the model passes to its head.
 
     Raises:

@@ -307,7 +307,7 @@ def compute_packed_logprobs(
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
     Args:
-        model: causal LM, wrapped or not; :func:`unsupported` returned None for it.
+        model: one for which :func:`unsupported` returned None.
         packed: the same sequences from :func:`pack_sequences`.
 
     Returns:
@@ -347,7 +347,6 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     computation across tokens and that it is a softmax over keys selected by position.
 
     Args:
-        model: causal LM, wrapped or not.
         shared: also require support for prompts that are computed once per group.
     """
     base = base_model(model)

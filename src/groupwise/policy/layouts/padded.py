@@ -34,10 +34,6 @@ def compute_padded_logprobs(
 ) -> LogprobOutput:
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
-    Args:
-        model: causal LM, wrapped or not.
-        with_aux_loss: also return the balancing loss of a mixture-of-experts model.
-
     Returns:
         log-probs and entropies (B, T), float32, with arbitrary values on padding; balancing loss, a scalar.
     """

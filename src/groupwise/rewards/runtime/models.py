@@ -42,10 +42,7 @@ def reward_tokenizer(
 
 
 def check_reward_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Check that a reward model has a tokenizer, whose tokens it embeds.
-
-    Args:
-        tokenizer: the tokenizer that was given; None: that of the model's id.
+    """Check that a reward model has a tokenizer, by default that of its id, whose tokens it embeds.
 
     Raises:
         ConfigError: none was given and the model has no id, or it is another model's.
@@ -83,7 +80,6 @@ class ModelReward:
         model: the classifier; set to evaluation mode.
         tokenizer: tokenizer of the classifier; None: loaded from the model's id.
         batch_size: rows per forward pass.
-        template_kwargs: arguments of the chat template.
     """
 
     #: The time limit of rewards runs functions in threads; all ranks of a sharded model must finish.
