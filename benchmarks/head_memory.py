@@ -53,7 +53,9 @@ def scoring_function(name: str):
             return ChunkedLogProbFunction.apply(*arguments, ("log_probs", "entropy"))[:2]
 
         return score
-    from groupwise.policy.heads import HeadWeights, chunked_head, logps_from_logits
+    from groupwise.policy.heads.chunked import chunked_head
+    from groupwise.policy.heads.dense import logps_from_logits
+    from groupwise.policy.heads.weights import HeadWeights
 
     if name == "dense":
         return lambda hidden, weight, targets: logps_from_logits(hidden @ weight.T, targets)

@@ -158,7 +158,7 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
 
     from groupwise.cpu import save_matmul_outputs
     from groupwise.cpu.linear import replace_linears
-    from groupwise.policy.heads import LogprobHead, forward_logprobs
+    from groupwise.policy.heads.capture import LogprobHead, forward_logprobs
 
     model = prepare_precision(make_model(spec), spec.precision)
     work = make_work(spec, model.config.vocab_size)

@@ -111,12 +111,8 @@ CORE = [
         ("factor_BX < lowest", "factor_BX <= lowest", MASKS),
         ("factor_BX > highest", "factor_BX >= highest", MASKS),
         ("(outside_BX, 0.0)", "(outside_BX, 1.0)", MASKS),
-        ("if not chosen.mask", "if chosen.mask", MASKS),
-        (
-            '"token_mask": CorrectionMode(per_sequence=False',
-            '"token_mask": CorrectionMode(per_sequence=True',
-            MASKS,
-        ),
+        ('mode.endswith("truncate")', 'mode.endswith("mask")', MASKS),
+        ('mode.startswith("sequence")', 'mode != "token_truncate"', MASKS),
         ("log_gap_BT.detach()", "log_gap_BT", MASKS),
     ),
     *_of(

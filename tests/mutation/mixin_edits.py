@@ -51,7 +51,7 @@ MIXINS = [
         ("dim=1)[: len(groups_B) - num_padding_rows]", "dim=1)"),
         ("_count_group_tokens(window, num_padding_rows) if", "_count_group_tokens(window, 0) if"),
         ("kl_in_loss=not args.kl_in_reward", "kl_in_loss=True"),
-        ("vespo_lambda_neg=args.vespo_lambda_neg", "vespo_lambda_neg=args.vespo_lambda_pos"),
+        ('"epsilon_high": high', '"epsilon_high": args.epsilon'),
     ),
     *_of(
         "logprob",

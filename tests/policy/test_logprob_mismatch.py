@@ -13,7 +13,7 @@ from support.batches import token_batch
 
 from groupwise import BackendError
 from groupwise.core.metrics import Mean
-from groupwise.policy.heads import LogprobHead
+from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from groupwise.policy.heads import LogprobHead
-from groupwise.policy.layouts import compute_packed_logprobs, pack_sequences
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layouts.packed import compute_packed_logprobs, pack_sequences
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from groupwise.policy.heads import HeadWeights, chunked_head, logps_from_logits
-from groupwise.policy.heads.dense import projection_dtype, statistics_dtype
+from groupwise.policy.heads.chunked import chunked_head
+from groupwise.policy.heads.dense import logps_from_logits, projection_dtype, statistics_dtype
+from groupwise.policy.heads.weights import HeadWeights
 from groupwise.records.sampling_mask import SamplingMask
 
 

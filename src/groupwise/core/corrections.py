@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True)
-class CorrectionMode:
-    """Form of the sampler correction.
-
-    per_sequence: one factor per sequence instead of one per token.
-    mask: factors outside the bounds become 0 instead of being clamped.
-    """
-
-    per_sequence: bool
-    mask: bool
-
-
-CORRECTION_MODES: dict[str, CorrectionMode] = {
-    # TIS: a biased weight of bounded variance.
-    "token_truncate": CorrectionMode(per_sequence=False, mask=False),
-    # MIS: a token outside the bounds has no gradient.
-    "token_mask": CorrectionMode(per_sequence=False, mask=True),
-    "sequence_truncate": CorrectionMode(per_sequence=True, mask=False),
-    # The default: one token that is far off drops its sequence.
-    "sequence_mask": CorrectionMode(per_sequence=True, mask=True),
-}
+#: Level of the factor, and what becomes of a factor outside the bounds: it is clamped, or it becomes 0.
+CORRECTION_MODES = (
+    "token_truncate",  # TIS: a biased weight of bounded variance
+    "token_mask",  # MIS: a token outside the bounds has no gradient
+    "sequence_truncate",
+    "sequence_mask",  # the default: one token that is far off drops its sequence
+)
 
 
 def sampler_log_gap(
@@ -56,14 +39,13 @@ def sampler_correction(
     Returns:
         (B, T) for token modes, (B, 1) for sequence modes; no gradient.
     """
-    chosen = CORRECTION_MODES[mode]
     log_gap_BX = log_gap_BT.detach()  # a weight, not a part of the objective
-    if chosen.per_sequence:
+    if mode.startswith("sequence"):
         log_gap_BX = log_gap_BX.sum(-1, keepdim=True)  # (B, 1), log of the product over tokens
     factor_BX = log_gap_BX.exp()
     lowest = 0.0 if clip_min is None else clip_min
     highest = float("inf") if clip_max is None else clip_max
-    if not chosen.mask:
+    if mode.endswith("truncate"):
         return factor_BX.clamp(lowest, highest)
     outside_BX = (factor_BX < lowest) | (factor_BX > highest)  # (B, X)
     return factor_BX.masked_fill(outside_BX, 0.0)

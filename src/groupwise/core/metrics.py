@@ -32,42 +32,32 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class _OneNumber:
+    number: Scalar
+
+    def value(self) -> float:
+        return _number(self.number)
+
+
+class Sum(_OneNumber):
     """Sum over all parts."""
 
-    total: Scalar
-
     def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
-
-    def value(self) -> float:
-        return _number(self.total)
+        return Sum(self.number + other.number)
 
 
-@dataclass(frozen=True)
-class Max:
+class Max(_OneNumber):
     """Maximum over all parts."""
 
-    largest: Scalar
-
     def merge(self, other: Max) -> Max:
-        return Max(_extreme(torch.maximum, max, self.largest, other.largest))
-
-    def value(self) -> float:
-        return _number(self.largest)
+        return Max(_extreme(torch.maximum, max, self.number, other.number))
 
 
-@dataclass(frozen=True)
-class Min:
+class Min(_OneNumber):
     """Minimum over all parts."""
 
-    smallest: Scalar
-
     def merge(self, other: Min) -> Min:
-        return Min(_extreme(torch.minimum, min, self.smallest, other.smallest))
-
-    def value(self) -> float:
-        return _number(self.smallest)
+        return Min(_extreme(torch.minimum, min, self.number, other.number))
 
 
 Reduction = Mean | Sum | Max | Min

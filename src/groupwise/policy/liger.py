@@ -24,11 +24,11 @@ from groupwise.core import surrogates
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, correction
 from groupwise.errors import ConfigError
-from groupwise.policy.heads import HeadWeights, LogprobHead, forward_at_head
-from groupwise.policy.heads.capture import Outputs
+from groupwise.policy.heads.capture import LogprobHead, Outputs, forward_at_head
 from groupwise.policy.heads.dense import projection_dtype
+from groupwise.policy.heads.weights import HeadWeights
 from groupwise.policy.introspection import adapters_of, text_config
-from groupwise.policy.layouts import padded_inputs
+from groupwise.policy.layouts.padded import padded_inputs
 from groupwise.records import LossOutput, MicroBatch
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from groupwise.compat.transformers import image_text_model_class, name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
-from groupwise.policy.heads import check_head
-from groupwise.policy.heads.weights import output_head
+from groupwise.policy.heads.weights import check_head, output_head
 from groupwise.policy.introspection import adapter_type, adapters_of, changes_base, has_adapter, load_config
 from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
 from groupwise.tokenization.images import image_token_id, is_processor

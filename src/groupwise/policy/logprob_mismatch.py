@@ -16,7 +16,7 @@ from torch import nn
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import BackendError
 from groupwise.policy.introspection import evaluation_mode
-from groupwise.policy.layouts import compute_padded_logprobs
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import TokenBatch
 

@@ -21,7 +21,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import supports_packing
-from groupwise.policy.heads import LogprobHead
+from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.heads.weights import changes_head
 from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
 from groupwise.policy.layouts.check import check_layout

@@ -29,7 +29,7 @@ from groupwise.hf.arguments import check_methods, is_overridden
 from groupwise.hf.base import BaseTrainer
 from groupwise.mixins.reward import reward_metrics
 from groupwise.mixins.rollout import check_counts
-from groupwise.policy.layouts import compute_padded_logprobs
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import (
     Completion,
     LogprobOutput,

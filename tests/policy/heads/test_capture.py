@@ -13,12 +13,8 @@ import torch
 import transformers
 
 from groupwise.errors import ConfigError
-from groupwise.policy.heads import (
-    HeadWeights,
-    check_head,
-    head_weights,
-)
 from groupwise.policy.heads.capture import compute_at_head, logprob_computation
+from groupwise.policy.heads.weights import HeadWeights, check_head, head_weights
 
 SIZES = {
     "vocab_size": 67,

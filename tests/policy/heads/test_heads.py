@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.compat import torch as compat_torch
-from groupwise.policy.heads import HeadWeights, chunked, chunked_head, logps_from_logits
+from groupwise.policy.heads import chunked
+from groupwise.policy.heads.chunked import chunked_head
+from groupwise.policy.heads.dense import logps_from_logits
+from groupwise.policy.heads.weights import HeadWeights
 
 LOW = (torch.bfloat16, torch.float16)
 TRANSFORMS = {

@@ -20,8 +20,10 @@ import torch
 from support.heads import dense_head
 from test_heads import LOW, assert_close, outcome, outcome_of_truth, rows, truth, upstream
 
-from groupwise.policy.heads import HeadWeights, chunked, chunked_head
+from groupwise.policy.heads import chunked
+from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.tiles import LogitTransform, RowSlopes, RowStatistics, Tiles
+from groupwise.policy.heads.weights import HeadWeights
 from groupwise.records.sampling_mask import SamplingMask
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -16,7 +16,9 @@ from test_heads import TRANSFORMS, LargestTensor, rows, upstream
 from groupwise.core import variants  # noqa: F401  registers further objectives
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateSettings, cispo
-from groupwise.policy.heads import HeadWeights, chunked_head, logps_from_logits
+from groupwise.policy.heads.chunked import chunked_head
+from groupwise.policy.heads.dense import logps_from_logits
+from groupwise.policy.heads.weights import HeadWeights
 from groupwise.records.sampling_mask import SamplingMask
 
 

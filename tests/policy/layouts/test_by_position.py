@@ -21,10 +21,8 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from groupwise.errors import ConfigError
-from groupwise.policy.heads import LogprobHead
-from groupwise.policy.layouts import (
-    compute_padded_logprobs,
-)
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
 from groupwise.records import SamplerSettings
 

@@ -18,10 +18,10 @@ from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.overrides import TorchFunctionMode
 
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.heads import LogprobHead
-from groupwise.policy.layouts import compute_packed_logprobs, compute_padded_logprobs
+from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layouts.check import check_layout, float32_computation, probe_rows
-from groupwise.policy.layouts.packed import Block, PackedAttention, pack_sequences
+from groupwise.policy.layouts.packed import Block, PackedAttention, compute_packed_logprobs, pack_sequences
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 
 HEAD = LogprobHead("chunked")

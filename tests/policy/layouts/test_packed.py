@@ -17,12 +17,9 @@ from support.runs import trainer
 
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.heads import LogprobHead
-from groupwise.policy.layouts import (
-    compute_padded_logprobs,
-    pack_sequences,
-    unsupported,
-)
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layouts.packed import pack_sequences, unsupported
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
 from groupwise.records import SamplerSettings
 

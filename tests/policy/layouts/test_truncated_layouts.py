@@ -11,8 +11,8 @@ from support.truncation import kept_by_top_p, logp_and_entropy, slopes
 from test_packed import RIGHT, build, completions
 
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.heads import LogprobHead
-from groupwise.policy.layouts import compute_padded_logprobs
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from groupwise.policy.heads import LogprobHead
+from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.introspection import evaluation_mode, unwrapped
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import TokenBatch

@@ -41,7 +41,7 @@ from torch import nn
 from groupwise.compat.transformers import attention_implementation, is_stateful
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import grouped_query_attention, install_attention_hook, supports_packing
-from groupwise.policy.heads import LogprobHead, ModelInputs, forward_logprobs
+from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
 from groupwise.policy.introspection import accepted_arguments, base_model, has_prompt_learning, is_text_only
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks

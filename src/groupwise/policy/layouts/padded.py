@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.policy.heads import LogprobHead, ModelInputs, forward_logprobs
+from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
 from groupwise.policy.introspection import accepted_arguments, has_own_positions, has_prompt_learning
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.images import join_images
