@@ -110,22 +110,18 @@ class SelectiveRecomputation:
 def make_recomputation(args: GRPOConfig, accelerator: Accelerator) -> SelectiveRecomputation | None:
     """Return the choice of recomputed layers of a run, or None if every layer is recomputed (or none)."""
     kwargs = args.gradient_checkpointing_kwargs
-    reason = ""
-    if is_sharded(accelerator):
-        reason = "recomputation gathers sharded parameters, in the same order on every rank"
-    elif accelerator.device.type not in ("cpu", "cuda"):
-        reason = "the device does not report its free memory"
-    elif args.torch_compile:
-        reason = "torch_compile compiles the checkpoints"
-    elif args.vllm_enable_sleep_mode:
-        reason = "the memory that is free in training is that of the sleeping engine"
-    elif isinstance(kwargs, dict) and kwargs.get("offload"):
-        reason = "activations are offloaded"
-    if reason or not args.gradient_checkpointing or not args.activation_memory_fraction:
-        if reason:
-            logger.info("gradient checkpointing recomputes every layer: %s", reason)
-        return None
-    return SelectiveRecomputation(args.activation_memory_fraction)
+    reasons = {
+        "recomputation gathers sharded parameters, in the same order on every rank": is_sharded(accelerator),
+        "the device does not report its free memory": accelerator.device.type not in ("cpu", "cuda"),
+        "torch_compile compiles the checkpoints": args.torch_compile,
+        "the memory that is free in training is that of the sleeping engine": args.vllm_enable_sleep_mode,
+        "activations are offloaded": isinstance(kwargs, dict) and kwargs.get("offload"),
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        logger.info("gradient checkpointing recomputes every layer: %s", reason)
+    elif args.gradient_checkpointing and args.activation_memory_fraction:
+        return SelectiveRecomputation(args.activation_memory_fraction)
+    return None
 
 
 def saved_bytes(layer: nn.Module, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:

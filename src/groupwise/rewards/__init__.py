@@ -25,20 +25,14 @@ if TYPE_CHECKING:
         think_format_reward,
     )
 
-#: Module of each public name, loaded when the name is first used.
+#: Public names by module, which is loaded when one of them is first used.
 _MODULES = {
-    "ProcessRewardModel": "process",
-    "accuracy_reward": "accuracy",
-    "create_reasoning_gym": "reasoning_gym",
-    "get_cosine_scaled_reward": "accuracy",
-    "get_distillation_reward": "distillation",
-    "get_reasoning_gym_reward": "reasoning_gym",
-    "get_repetition_penalty_reward": "shaping",
-    "get_soft_overlong_punishment": "shaping",
-    "per_sample_reward": "runtime.marking",
-    "reasoning_accuracy_reward": "accuracy",
-    "reasoning_gym_dataset": "reasoning_gym",
-    "think_format_reward": "shaping",
+    "accuracy": ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward"),
+    "distillation": ("get_distillation_reward",),
+    "process": ("ProcessRewardModel",),
+    "reasoning_gym": ("create_reasoning_gym", "get_reasoning_gym_reward", "reasoning_gym_dataset"),
+    "runtime.marking": ("per_sample_reward",),
+    "shaping": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "think_format_reward"),
 }
 
 __all__ = [
@@ -58,6 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

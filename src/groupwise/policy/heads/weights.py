@@ -127,7 +127,6 @@ def head_weights(model: PreTrainedModel, fp32: bool = False, *, with_adapter: bo
     """Read a causal language model's head: its live parameters, scale and softcap.
 
     Args:
-        model: a transformers causal language model, or a PEFT model around one.
         with_adapter: add what an adapter adds to the parameters, a new tensor. Otherwise the caller does.
 
     Raises:

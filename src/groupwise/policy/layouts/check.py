@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +31,15 @@ _FACTOR = 2.0  # allowed error of the layout in errors of the padded layout
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-class LayoutErrors(NamedTuple):
-    """Errors of log-probs against a float32 computation.
-
-    logps: mean |error| in nats.
-    gradient: error of a gradient relative to its norm; 0 if none was computed.
-    """
-
-    logps: float
-    gradient: float
-
-
+#: Errors against a float32 computation: mean |error| of log-probs in nats; error of a gradient relative to
+#: its norm, 0 if none was computed.
+Errors = tuple[float, float]
 #: Errors that are allowed beyond those of the padded layout, by dtype of the matrix products.
-_ALLOWED = {
-    torch.float64: LayoutErrors(1e-6, 1e-6),
-    torch.float32: LayoutErrors(2e-4, 2e-3),
-    torch.float16: LayoutErrors(2e-3, 1e-2),
-    torch.bfloat16: LayoutErrors(5e-3, 2e-2),
+_ALLOWED: dict[torch.dtype, Errors] = {
+    torch.float64: (1e-6, 1e-6),
+    torch.float32: (2e-4, 2e-3),
+    torch.float16: (2e-3, 1e-2),
+    torch.bfloat16: (5e-3, 2e-2),
 }
 
 
@@ -60,18 +52,16 @@ class LayoutCheck:
     num_tokens: number of compared tokens.
     """
 
-    layout: LayoutErrors
-    padded: LayoutErrors
+    layout: Errors
+    padded: Errors
     dtype: torch.dtype
     num_tokens: int
 
     @property
-    def allowed(self) -> LayoutErrors:
+    def allowed(self) -> list[float]:
         """Largest errors with which the layout passes."""
-        beyond = _ALLOWED[self.dtype]
-        return LayoutErrors(
-            _FACTOR * self.padded.logps + beyond.logps, _FACTOR * self.padded.gradient + beyond.gradient
-        )
+        pairs = zip(self.padded, _ALLOWED[self.dtype], strict=True)
+        return [_FACTOR * error + beyond for error, beyond in pairs]
 
     def __str__(self) -> str:
         logps, gradient = (
@@ -101,8 +91,7 @@ def check_layout(
     """Compare ``compute`` with the padded layout and with float32 on a few rows of ``batch``.
 
     Args:
-        model: the policy; its parameters' gradients are not changed.
-        compute: log-probs in the layout that is checked.
+        model: the policy; gradients of its parameters are not changed.
         dtype: dtype of the matrix products; the float32 computation is skipped if it is not half precision.
         sharded: parameters are sharded: the wrapped model is called, equally often on every rank, and
             gradients are not compared.
@@ -138,12 +127,10 @@ def check_layout(
         true_logps_BT, true_gradient = measure(exact) if dtype in _HALF_PRECISION else of_padded
     num_tokens = int(rows.completion_mask_BT.sum())
 
-    def errors(logps_BT: torch.Tensor, gradient: torch.Tensor) -> LayoutErrors:
+    def errors(logps_BT: torch.Tensor, gradient: torch.Tensor) -> Errors:
         norm = true_gradient.norm().clamp(min=1e-12)  # 0 for a frozen model
-        return LayoutErrors(
-            ((logps_BT - true_logps_BT).abs().sum() / num_tokens).item(),
-            ((gradient - true_gradient).norm() / norm).item(),
-        )
+        of_logps = (logps_BT - true_logps_BT).abs().sum() / num_tokens
+        return of_logps.item(), ((gradient - true_gradient).norm() / norm).item()
 
     return LayoutCheck(errors(*of_layout), errors(*of_padded), dtype, num_tokens)
 

@@ -32,7 +32,7 @@ heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -79,11 +79,6 @@ class Block:
         visible = key_R11K <= query_R1Q1
         return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
 
-    def to(self, device: torch.device) -> Block:
-        """Return the block with its tensors on ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if name != "same"}
-        return replace(self, **moved)
-
 
 @dataclass(frozen=True)
 class PackedAttention:
@@ -97,10 +92,6 @@ class PackedAttention:
     order_S: torch.Tensor
     # By block and window; filled by the first layer.
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
-
-    def to(self, device: torch.device) -> PackedAttention:
-        """Return the attention with its tensors on ``device``."""
-        return PackedAttention([block.to(device) for block in self.blocks], self.order_S.to(device))
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
@@ -248,17 +239,17 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
                     branches.append((prompt, completion))
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
-    position_S = torch.tensor(positions)  # (S,), on the host until all indices are built
+    position_S = torch.tensor(positions).to(device)  # (S,)
     attention = _packed_attention([*((range(0), own) for own in sequences), *branches], position_S)
     tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
     output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
     return PackedSequences(
         token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),  # (1, S)
-        position_ids_1S=position_S.to(device).unsqueeze(0),
+        position_ids_1S=position_S.unsqueeze(0),
         logit_index_N=torch.tensor(logit_index, dtype=torch.long).to(device),
         target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
         output_index_N=output_index_N,
-        attention=attention.to(device),
+        attention=attention,
         cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
         max_seqlen=max(map(len, sequences)),
         kept=None
@@ -281,21 +272,22 @@ def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> P
         else:
             blocks.append([branch])
     built = []
-    order_S = torch.empty_like(position_S)  # index of each token in the concatenated outputs of the blocks
+    order = [0] * len(position_S)  # index of each token in the concatenated outputs of the blocks
     num_outputs = 0
     for rows in blocks:
         queries = [own for _, own in rows]
         keys = [[*prefix, *own] for prefix, own in rows] if rows[0][0] else queries
         built.append(_block(queries, keys, position_S))
         for own in queries:
-            order_S[own.start : own.stop] = torch.arange(num_outputs, num_outputs + len(own))
+            order[own.start : own.stop] = range(num_outputs, num_outputs + len(own))
             num_outputs += len(queries[0])  # Q, the longest of the block
-    return PackedAttention(built, order_S)
+    return PackedAttention(built, torch.tensor(order).to(position_S.device))
 
 
 def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: torch.Tensor) -> Block:
     """Build the block of rows with these queries and keys, indices into the packed sequence."""
-    query_RQ, key_RK = pad_sequences(queries, -1), pad_sequences(keys, -1)  # -1: padding
+    device = position_S.device
+    query_RQ, key_RK = (pad_sequences(rows, -1, device=device) for rows in (queries, keys))  # -1: padding
     key_position_RK = torch.where(key_RK < 0, _NEVER, position_S[key_RK])  # no query sees padding
     query_RQ, key_RK = (torch.where(index < 0, index[:, :1], index) for index in (query_RQ, key_RK))
     return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=queries is keys)

@@ -25,7 +25,7 @@ from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
 from groupwise.rewards.runtime.calling import reward_name, reward_names
-from groupwise.rewards.runtime.marking import is_per_sample_reward, required_package
+from groupwise.rewards.runtime.marking import is_per_sample_reward, mark_of
 from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer
 from groupwise.rewards.runtime.partial import with_partial_results
 from groupwise.rewards.texts import require
@@ -129,7 +129,7 @@ def _check_function(function: RewardFunc) -> None:
             f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, sequence- and "
             "token-classification models, ids of such models, and ProcessRewardModel"
         )
-    if module := required_package(function):
+    if module := mark_of(function, "required_package"):
         try:
             require(module, reward_name(function))
         except ImportError as missing:

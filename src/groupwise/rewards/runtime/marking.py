@@ -40,16 +40,12 @@ def with_settings(reward: Callable[..., Any], *settings: object) -> Callable[...
     return bound
 
 
-def required_package(reward: object) -> str | None:
-    """Return the module that the reward function, or the function inside a ``functools.partial``, imports."""
-    return _mark(reward, "required_package")
-
-
 def is_per_sample_reward(reward: object) -> bool:
     """Return True if the reward function, or the function inside a ``functools.partial``, is marked."""
-    return _mark(reward, "per_sample_reward") is True
+    return mark_of(reward, "per_sample_reward") is True
 
 
-def _mark(reward: object, name: str) -> Any:
+def mark_of(reward: object, name: str) -> Any:
+    """Return the attribute ``name`` of the reward function, or of that inside a ``functools.partial``."""
     inner = reward.func if isinstance(reward, functools.partial) else reward
     return getattr(reward, name, getattr(inner, name, None))
