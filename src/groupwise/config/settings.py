@@ -149,40 +149,28 @@ class Setting:
 
     def violation(self, name: str, value: object, default: object) -> str | None:
         """Return a message if ``value`` is invalid by itself: its type, not finite, out of range, unknown."""
-        missing = default is dataclasses.MISSING
-        hint = f"a value of {type_names(self.types)}" if missing else f"{default!r} (the default)"
+        given, kinds, items = f"{name}={shortened(value)}", type_names(self.types), type_names(self.items)
+        missing, values = default is dataclasses.MISSING, value if isinstance(value, list) else [value]
+        hint = f"a value of {kinds}" if missing else f"{default!r} (the default)"
         if self.unsupported and value != default:
-            return violation(
-                f"{name}={shortened(value)} is not supported: {self.unsupported}",
-                repr(default),
-                f"{name}={default!r}",
-            )
+            reason = f"{given} is not supported: {self.unsupported}"
+            return violation(reason, repr(default), f"{name}={default!r}")
         if self.types and not has_type(value, self.types):
-            return violation(
-                f"{name}={shortened(value)} is of type {type(value).__name__}", type_names(self.types), hint
-            )
-        values = value if isinstance(value, list) else [value]
-        if (
-            isinstance(value, list)
-            and self.items
-            and not (value and all(has_type(item, self.items) for item in value))
-        ):
-            kinds = type_names(self.items)
-            return violation(
-                f"{name}={shortened(value)} is no list of {kinds}", f"one {kinds} or several", hint
-            )
+            return violation(f"{given} is of type {type(value).__name__}", kinds, hint)
+        if value is values and items and not (values and all(has_type(v, self.items) for v in values)):
+            return violation(f"{given} is no list of {items}", f"one {items} or several", hint)
         if any(isinstance(item, float) and not math.isfinite(item) for item in values):
-            return violation(f"{name}={value} is not finite", "finite numbers", hint)
+            return violation(f"{given} is not finite", "finite numbers", hint)
         unknown = [item for item in values if isinstance(item, str) and item not in (self.choices or (item,))]
         if unknown:
             nearest = repr(nearest_name(unknown[0], self.choices))
-            return violation(f"{name}={shortened(value)} is unknown", self.allowed, nearest)
+            return violation(f"{given} is unknown", self.allowed, nearest)
         for number in (item for item in values if isinstance(item, int | float)):
             if not (self.ge <= number <= self.le and self.gt < number < self.lt):
                 lowest = str(self.ge) if self.ge > -math.inf else f"any value above {self.gt}"
                 highest = str(self.le) if self.le < math.inf else f"any value below {self.lt}"
                 nearest = highest if number > self.le or number >= self.lt else lowest
-                return violation(f"{name}={value} is out of range", self.allowed, nearest)
+                return violation(f"{given} is out of range", self.allowed, nearest)
         return None
 
 

@@ -145,26 +145,21 @@ def loss_kwargs_of_objective(c: GRPOFields) -> Iterator[str]:
     fields = {item.name: item for item in dataclasses.fields(settings)}
     kwargs = typing.cast("dict[str, object]", c.loss_kwargs or {})
     for key, value in kwargs.items():
+        given = f"loss_kwargs[{key!r}]={shortened(value)}"
         if key not in fields:
-            given = f"loss_kwargs[{key!r}]={shortened(value)} is unknown to loss_type={c.loss_type!r}"
-            yield violation(given, ", ".join(fields), repr(nearest_name(key, fields)))
+            unknown = f"{given} is unknown to loss_type={c.loss_type!r}"
+            yield violation(unknown, ", ".join(fields), repr(nearest_name(key, fields)))
         elif not has_type(value, types_of(hints[key])):
-            given = f"loss_kwargs[{key!r}]={shortened(value)} is of type {type(value).__name__}"
             default, names = fields[key].default, type_names(types_of(hints[key]))
             nearest = f"a {names}" if default is dataclasses.MISSING else f"{default!r} (the default)"
-            yield violation(given, names, nearest)
+            yield violation(f"{given} is of type {type(value).__name__}", names, nearest)
         elif any(number != number for number in (value if isinstance(value, list) else [value])):
-            yield violation(
-                f"loss_kwargs[{key!r}]={shortened(value)} is not a number", "numbers", f"a value of {key}"
-            )
+            yield violation(f"{given} is not a number", "numbers", f"a value of {key}")
     for key, item in fields.items():
         required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and key not in kwargs:
-            yield violation(
-                f"loss_kwargs={shortened(c.loss_kwargs)} lacks {key!r}",
-                ", ".join(fields),
-                f"a value of {key}",
-            )
+            lacking = f"loss_kwargs={shortened(c.loss_kwargs)} lacks {key!r}"
+            yield violation(lacking, ", ".join(fields), f"a value of {key}")
 
 
 # Batches
