@@ -33,7 +33,9 @@ from groupwise.generation.vllm.base import (
     Request,
     VLLMBackend,
     check_expanded,
+    check_policy,
     engine_prompt,
+    lora_rank,
     make_completion,
     num_logprobs,
     sampling_fields,
@@ -42,9 +44,7 @@ from groupwise.generation.vllm.plugin import ADAPTERS, BACKEND, WEIGHTS, registe
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.generation.vllm.weight_source import EngineWeights
-from groupwise.policy.heads.weights import changes_head, is_tied
-from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized, without_adapter
-from groupwise.policy.quantization import check_quantized
+from groupwise.policy.introspection import CausalLM, is_quantized, without_adapter
 from groupwise.policy.weight_iterator import PolicyWeights, base_weights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
@@ -449,54 +449,6 @@ def loads_quantized(model: CausalLM, arguments: Mapping[str, Any]) -> bool:
             size / 1e9,
         )
     return quantized and can_load and chosen in (None, "bitsandbytes")
-
-
-def check_policy(model: CausalLM) -> None:
-    """Raise ConfigError for a policy whose weights a vLLM engine cannot load."""
-    adapters = adapters_of(model)
-    if is_quantized(model):
-        check_quantized(model.config.quantization_config, adapters, use_vllm=True)
-    if any(config.is_prompt_learning for config in adapters):
-        raise ConfigError(
-            "the adapter adds virtual tokens to prompts, which cannot be merged into weights; use LoRA or "
-            "another adapter of weights, or set use_vllm=False"
-        )
-    configs = model.config, model.config.get_text_config()  # vision-language models have it in the first
-    tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
-    if tied and adapters and not is_tied(model):
-        raise ConfigError(
-            "the adapter changes either the embeddings or the output layer of a model that ties them, by "
-            "target_modules or modules_to_save: vLLM ties them, too, and would compute with other weights; "
-            "train both with ensure_weight_tying=True or trainable_token_indices of the PEFT config, set "
-            "tie_word_embeddings=False in the model's config, or use_vllm=False"
-        )
-
-
-def lora_rank(model: CausalLM) -> int:
-    """Return the largest rank of a LoRA adapter that vLLM can load beside the base weights.
-
-    Raises:
-        ConfigError: the policy does not train a plain LoRA adapter.
-    """
-    lora = model.peft_config[model.active_adapter] if hasattr(model, "active_adapter") else None
-    if lora is None or lora.peft_type != "LORA":
-        raise ConfigError(
-            "vllm_engine_kwargs['enable_lora'] sends only the LoRA adapter, but the policy has none; leave "
-            "it out"
-        )
-    unsupported = [
-        name
-        for name in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
-        if getattr(lora, name, None)
-    ]
-    unsupported += ["bias"] if lora.bias != "none" else []
-    unsupported += ["a layer on the output layer"] if changes_head(model) else []
-    if unsupported:
-        raise ConfigError(
-            f"the adapter has {', '.join(unsupported)}, which vLLM does not support in an adapter; "
-            "set vllm_engine_kwargs['enable_lora'] to False to send merged weights"
-        )
-    return max([lora.r, *lora.rank_pattern.values()])
 
 
 def adapter_arguments(model: CausalLM, directory: str, *, quantized: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
-from groupwise.generation.vllm.base import Request, RequestKey, VLLMBackend
+from groupwise.generation.vllm.base import Request, RequestKey, VLLMBackend, check_policy, lora_rank
 from groupwise.generation.vllm.client import (
     LostAnswerError,
     LostWeightsError,
@@ -33,7 +33,6 @@ from groupwise.generation.vllm.client import (
     VLLMServers,
     parse_url,
 )
-from groupwise.generation.vllm.colocate import check_policy, lora_rank
 from groupwise.generation.vllm.plugin import ADAPTERS, DIFFERS, PLACE_ADAPTER, SAME, WEIGHTS
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.serve import as_shell_line, serve_command

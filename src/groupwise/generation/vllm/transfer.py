@@ -26,7 +26,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
     from groupwise.generation.vllm.client import VLLMServers
-    from groupwise.generation.vllm.colocate import ColocatedBackend
-    from groupwise.generation.vllm.server import VLLMServerBackend
 
 logger = logging.getLogger(__name__)
 
@@ -293,18 +291,24 @@ class BucketSender:
             self._remove()
 
 
+class AdapterLoader(Protocol):
+    """Engines that load the LoRA adapter in a directory under a name, and unload it."""
+
+    def load_adapter(self, name: str, path: Path) -> object: ...
+    def unload_adapter(self, name: str) -> None: ...
+
+
 class AdapterTransfer:
     """LoRA adapters of a run, which its engines load from files; an engine has the weights below them.
 
     Args:
-        engines: loads the adapter in a directory under a name, and unloads it.
         num_previous: adapters before the latest that requests under way may still use.
 
     Attributes:
         remove: removes the files.
     """
 
-    def __init__(self, engines: ColocatedBackend | VLLMServerBackend, num_previous: int = 0) -> None:
+    def __init__(self, engines: AdapterLoader, num_previous: int = 0) -> None:
         self.engines, self.num_previous = engines, num_previous
         self.directory, self.remove = shared_directory(self)
         self.names: list[str] = []
