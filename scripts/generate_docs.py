@@ -65,7 +65,7 @@ def configuration_page() -> str:
         "",
         "`GRPOConfig` has every field of `transformers.TrainingArguments` and those below. It parses with",
         "`HfArgumentParser` from flags, YAML and dictionaries; dict and list fields also accept JSON text.",
-        "Building a configuration validates all settings: one error lists all invalid values with the allowed",
+        "Building a configuration validates all settings: one error lists invalid values with the allowed",
         "values and the nearest valid one; once all are valid, one lists contradictions of settings.",
         "Settings without effect are logged as a warning.",
         "",
