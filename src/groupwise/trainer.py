@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from groupwise.agents.loop import AgentLoop
 from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop, make_agents
-from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_names
+from groupwise.compat.trl import REFUSED_METHODS, TRL_HOOKS, refuse_unread
 from groupwise.config.changes import (
     TrainerAttributes,
     check_step,
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@refuse_names
+@refuse_unread
 class GRPOTrainer(
     RolloutMixin,
     RewardMixin,

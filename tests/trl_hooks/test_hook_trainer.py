@@ -469,17 +469,6 @@ def test_assigned_attributes_that_nothing_reads_are_errors(tmp_path, kind):
         assert hasattr(made, name) is (kind is GRPOTrainer)
 
 
-@pytest.mark.parametrize("name", ["_metrics", "_logs", "_step", "_buffered_inputs"])
-def test_the_plain_trainer_names_the_import_for_attributes_of_trl(name):
-    made = PlainTrainer.__new__(PlainTrainer)
-    with pytest.raises(
-        AttributeError, match=f"trainer.{name} does not exist; use .*groupwise.trl_hooks import"
-    ):
-        getattr(made, name)
-    setattr(made, name, 3)  # an attribute of its own
-    assert getattr(made, name) == 3
-
-
 def test_arguments_that_scripts_unpack_and_compare_are_never_none(tmp_path):
     for kind in (GRPOTrainer, PlainTrainer):
         made = run(tmp_path, kind)

@@ -74,17 +74,6 @@ UNREAD_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Private attributes of TRL's trainer that do not exist here; a subclass may have one of its own.
-MISSING_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
-    {
-        "_metrics": "record_metric",
-        "_logs": "log_extra in a reward function",
-        "_step": "trainer.state.global_step",
-        "_buffered_inputs": "trainer.buffer",
-    }
-)
-
-
 #: Fields that ``TrainingArguments`` had before transformers 5, and the way out.
 REMOVED = {
     "adafactor": "write optim: adafactor",
@@ -168,28 +157,8 @@ def is_trl_default(name: str, value: object) -> bool:
     return any(name in table and value == table[name] for table in (TRL_DEFAULTS, TRL_SPELLINGS))
 
 
-class MissingAttribute:
-    """Attribute of TRL's trainer that does not exist here: reading it, also of the class, is an error.
-
-    A subclass may have an attribute of its own with this name.
-
-    Args:
-        way_out: attributes, settings or arguments to use instead.
-    """
-
-    def __init__(self, way_out: str) -> None:
-        self.way_out = way_out
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        subject = "GRPOTrainer" if trainer is None else "trainer"
-        raise AttributeError(f"{subject}.{self.name} does not exist; use {self.way_out}")
-
-
-class UnreadAttribute(MissingAttribute):
-    """Attribute of ``UNREAD_ATTRIBUTES``: an assignment is an error too.
+class UnreadAttribute:
+    """Attribute of ``UNREAD_ATTRIBUTES``: an assignment, which would change nothing, is an error.
 
     Args:
         read: returns the value that hooks read; None: there is none.
@@ -203,19 +172,17 @@ class UnreadAttribute(MissingAttribute):
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None or self.read is None:
-            return super().__get__(trainer, owner)
+            raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
         return self.read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
 
 
-def refuse_names(trainer_class: Trainer) -> Trainer:
-    """Class decorator: reading a name of the tables above that the trainer does not have is an error."""
-    for name, way_out in {**REFUSED_METHODS, **MISSING_ATTRIBUTES, **UNREAD_ATTRIBUTES}.items():
-        if not hasattr(trainer_class, name):
-            unread = name in UNREAD_ATTRIBUTES
-            attribute = UnreadAttribute() if unread else MissingAttribute(f"{way_out}, or {TRL_HOOKS}")
-            attribute.__set_name__(trainer_class, name)
-            setattr(trainer_class, name, attribute)
+def refuse_unread(trainer_class: Trainer) -> Trainer:
+    """Class decorator: refuse assignments to ``UNREAD_ATTRIBUTES``."""
+    for name in UNREAD_ATTRIBUTES:
+        attribute = UnreadAttribute()
+        attribute.__set_name__(trainer_class, name)
+        setattr(trainer_class, name, attribute)
     return trainer_class

@@ -67,16 +67,6 @@ class WindowStats:
         """True if no row of any rank has a gradient: what is computed all the same has no weight."""
         return 0 < self.rows == self.skipped_rows
 
-    def with_rows(self, rows: int, tokens: int, computed_tokens: int) -> WindowStats:
-        """Return the size with ``rows`` more, all of them computed with padding."""
-        return WindowStats(
-            self.rows + rows,
-            self.skipped_rows,
-            self.tokens + tokens,
-            self.computed_tokens + computed_tokens,
-            self.padding_tokens + computed_tokens - tokens,
-        )
-
     def metrics(self) -> Metrics:
         return {
             "skipped_share": Mean(self.skipped_rows, self.rows),

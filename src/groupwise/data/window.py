@@ -54,15 +54,3 @@ class AccumulationWindow:
         self.current = self.batches[self._taken]
         self._taken += 1
         return self.current
-
-    def __getitem__(self, key: object) -> object:
-        """Refuse to be read as the rows of TRL's loader.
-
-        Raises:
-            TypeError: always, with the way out.
-        """
-        raise TypeError(
-            f"inputs[{key!r}]: training_step makes the micro-batch; override compute_loss(model, batch) or "
-            "compute_policy_loss(batch, logprobs), which receive it; a subclass written for TRL runs as it "
-            "is with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'"
-        )

@@ -18,11 +18,6 @@ from groupwise.records.sampling_mask import SamplingMask
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The way out for a subclass that reads TRL's dictionaries and rows.
-_TRL = (
-    "a subclass written for TRL runs as it is with 'from groupwise.trl_hooks import GRPOConfig, GRPOTrainer'"
-)
-
 
 @dataclass(frozen=True)
 class _Axis:
@@ -257,15 +252,6 @@ class MicroBatch(Experience):
     correction_BX: torch.Tensor | None = field(default=None, metadata=_COMPLETION)
     rows_B: torch.Tensor | None = field(default=None, metadata=_ROW)
     packed: PackedSequences | None = field(default=None, metadata={"saved": False})
-
-    def __getitem__(self, key: object) -> Any:
-        """Refuse to be read as TRL's dictionary.
-
-        Raises:
-            TypeError: always, with the field and the way out.
-        """
-        names = ", ".join(item.name for item in fields(self))
-        raise TypeError(f"inputs[{key!r}]: a MicroBatch has fields, not keys: {names}; {_TRL}")
 
     def row_numbers(self) -> list[int]:
         """Return the positions of the rows in the window of all ranks."""

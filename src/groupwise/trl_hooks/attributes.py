@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from groupwise.compat.trl import SAMPLER_ATTRIBUTES, MissingAttribute, UnreadAttribute
+from groupwise.compat.trl import SAMPLER_ATTRIBUTES, UnreadAttribute
 from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.masks import off_policy_keep
@@ -112,8 +112,6 @@ class TrlAttributes:
     chat_template = UnreadAttribute(lambda trainer: None)
     continuous_batching_config = UnreadAttribute(lambda trainer: getattr(trainer.backend, "batching", None))
     environment_factories = UnreadAttribute(_environment_factories)
-    _tool_call_loop = MissingAttribute("tools, environment_factory or generate_rollouts")
-    _get_tool_suffix_ids = MissingAttribute("tools, environment_factory or generate_rollouts")
 
     @property
     def _tokenizer(self) -> Any:

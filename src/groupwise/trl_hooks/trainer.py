@@ -237,7 +237,14 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                 )
         self.window.current = inputs = self.buffer.current
         _, mask = model_inputs(inputs)  # (B, L + T)
-        self.window.stats = self.window.stats.with_rows(len(mask), int(mask.sum()), mask.numel())
+        stats, tokens = self.window.stats, int(mask.sum())  # every row is computed, with its padding
+        self.window.stats = replace(
+            stats,
+            rows=stats.rows + len(mask),
+            tokens=stats.tokens + tokens,
+            computed_tokens=stats.computed_tokens + mask.numel(),
+            padding_tokens=stats.padding_tokens + mask.numel() - tokens,
+        )
         return inputs
 
     def _make_inputs(self, rows: list[Row], mode: Mode) -> Inputs:
