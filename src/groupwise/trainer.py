@@ -79,6 +79,7 @@ from groupwise.records import (
 )
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
+from groupwise.reporting.terminal import show_phase
 from groupwise.rewards.runtime.loading import (
     RewardLoader,
     check_columns,
@@ -579,6 +580,8 @@ class GRPOTrainer(
         self.refresh_settings(new_run=True)
         self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
+        for buffer in self.metrics.values():
+            buffer.timer.show = partial(show_phase, self)
         self.window = AccumulationWindow.to_be_made(0)
         self._components = {
             "buffer": self.buffer,

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -167,17 +166,13 @@ def test_a_terminal_gets_colours(make_args, monkeypatch):
 
 
 def test_the_running_phase_is_the_innermost():
-    timer = StepTimer()
-    assert timer.running is None
-    with timer.measure("generate"):
-        with timer.measure("sync"):
-            time.sleep(0.01)
-            name, seconds = timer.running
-            assert name == "sync" and seconds >= 0.01
-        assert timer.running[0] == "generate"
+    shown = []
+    timer = StepTimer(shown.append)
+    with timer.measure("generate"), timer.measure("sync"):
+        pass
     with pytest.raises(KeyError), timer.measure("reward"):
         raise KeyError
-    assert timer.running is None
+    assert shown == ["generate", "sync", "generate", "", "reward", ""]
 
 
 def test_a_run_without_differences_of_rewards_is_warned_about_once(make_args, caplog):
@@ -211,70 +206,23 @@ def test_a_file_gets_no_bars(stock, monkeypatch):
     for stderr, kind in ((Terminal(), stock), (io.StringIO(), PrinterCallback)):
         monkeypatch.setattr(sys, "stderr", stderr)
         trainer = WithCallbacks(stock())
-        show_log_lines(trainer, (), lambda: None)
+        show_log_lines(trainer, ())
         assert len(trainer.callbacks) == 1 and isinstance(trainer.callbacks[0], kind)
 
     quiet = WithCallbacks()
-    show_log_lines(quiet, (), lambda: None)
+    show_log_lines(quiet, ())
     assert quiet.callbacks == []
 
 
+#: The first batch of an evaluation has no bar; one step of training has.
 PROGRAM = """
-import time
-from transformers import TrainerControl, TrainerState
-from groupwise.reporting import terminal
-from types import SimpleNamespace
-
-start = time.perf_counter()
-callback = terminal.LogLinesProgressCallback((), lambda: ("generate", 3 + time.perf_counter() - start))
-state, args = TrainerState(max_steps=4, is_world_process_zero=True), SimpleNamespace()
-callback.on_train_begin(args, state, TrainerControl())
-time.sleep(2.5)
-state.global_step = 1
-callback.on_log(args, state, TrainerControl(), {"reward": 0.5})
-callback.on_train_end(args, state, TrainerControl())
-"""
-
-
-#: Evaluation before training: its bar begins with the second batch.
-EVALUATION = """
-import gc, threading, time
-from transformers import TrainerControl, TrainerState
-from groupwise.reporting import terminal
-
-start = time.perf_counter()
-callback = terminal.LogLinesProgressCallback((), lambda: ("generate", 3 + time.perf_counter() - start))
-time.sleep(2.5)
-state = TrainerState(is_world_process_zero=True)
-callback.on_prediction_step(None, state, TrainerControl(), eval_dataloader=[0, 1])
-time.sleep(1.5)
-callback.phase = lambda: None
-time.sleep(1.5)
-assert callback.prediction_bar.desc == "" and callback._line is None
-callback.on_evaluate(None, state, TrainerControl())
-del callback
-gc.collect()
-time.sleep(1.5)
-assert threading.active_count() <= 2  # tqdm's own monitor
-"""
-
-
-#: The first batch of an evaluation of a trainer, whose metrics are made after its callbacks.
-TRAINER = """
-import sys, time
+import sys
 from support.runs import prompts, trainer
-from groupwise.reporting import terminal
 
-terminal.SLOW = 0.5
-made = terminal.LogLinesProgressCallback.__init__
-def slowly(*given):
-    made(*given)
-    time.sleep(1.5)  # the thread asks for the phase of a trainer that is still being built
-terminal.LogLinesProgressCallback.__init__ = slowly
-def judge(completions, **_):
-    time.sleep(2.5)
-    return [0.0] * len(completions)
-trainer(sys.argv[1], judge, disable_tqdm=False, eval_dataset=prompts(1)).evaluate()
+made = trainer(sys.argv[1], disable_tqdm=False, eval_dataset=prompts(2), max_steps=1, logging_steps=1)
+made.evaluate()
+print("training begins")
+made.train()
 """
 
 
@@ -298,28 +246,21 @@ def shown_by(program: str, *arguments: str) -> str:
     return output.decode()
 
 
-def test_the_bar_names_a_long_phase_in_a_real_terminal():
-    shown = shown_by(PROGRAM)
-    assert re.search(r"generate [45] s", shown) and "0.500" in shown
-    assert "generate" not in shown.rpartition("\r")[2]  # the last state of the bar names none
-
-
-def test_a_phase_outside_of_training_is_shown_too():
-    shown = shown_by(EVALUATION)
-    line, _, bar = shown.partition("0/2")
-    assert re.search(r"generate [45] s", line) and re.search(r"generate [678] s: +50%", bar)
-
-
-def test_the_first_batch_of_an_evaluation_shows_its_phase(tmp_path):
-    shown = shown_by(TRAINER, str(tmp_path))
-    assert re.search(r"reward [12] s", shown) and "Error" not in shown
+def test_a_real_terminal_shows_the_running_phase(tmp_path: Path):
+    evaluation, _, training = shown_by(PROGRAM, str(tmp_path)).partition("training begins")
+    assert re.search(r"\rgenerate *\r", evaluation) and "reward" in evaluation
+    for phase in ("generate", "reward", "train"):
+        assert re.search(rf"\r{phase}: +0%", training)
+    assert not re.search(r"(generate|reward|train): +\d+%", training.rpartition("\r")[2])  # the last state
 
 
 def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):
     with (tmp_path / "log").open("w") as log:
-        subprocess.run([sys.executable, "-c", PROGRAM], stdout=log, stderr=log, check=True)
+        run = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+        subprocess.run(run, stdout=log, stderr=log, check=True)
     written = (tmp_path / "log").read_text()
-    assert "\x1b[1m" not in written and "generate 4 s" not in written and "0.500" in written
+    assert "\x1b[1m" not in written and "generate" not in written.splitlines() and "last 20 logs" in written
+    assert not re.search(r"(generate|reward|train): +\d+%", written)
 
 
 class Console(io.TextIOWrapper):

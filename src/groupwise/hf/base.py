@@ -157,11 +157,7 @@ class BaseTrainer(Trainer):
         self._logged_step = 0  # metrics up to this step are logged
         self._unreported: list[tuple[Any, ...]] = []  # completions of the next log
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
-
-        def running() -> tuple[str, float] | None:  # in the thread of the progress bar, from now on
-            return self.metrics[self._mode].timer.running if hasattr(self, "metrics") else None
-
-        show_log_lines(self, args.terminal_metrics or (), running)
+        show_log_lines(self, args.terminal_metrics or ())
         self.add_callback(MetricsFileCallback())
         self.add_callback(TrackioAlertsCallback())
         if args.save_rollouts:

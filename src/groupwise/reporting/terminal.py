@@ -7,9 +7,7 @@ import logging
 import math
 import shutil
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,32 +24,22 @@ from groupwise.random_state import preserved_state
 logger = logging.getLogger(__name__)
 
 Logs = Mapping[str, float]
-#: Returns the running phase of a step ("generate", "sync", …) and its seconds so far; None between phases.
-Phase = Callable[[], tuple[str, float] | None]
 
 #: Logs in a sparkline, and lines between two headers.
 TREND, LINES_PER_HEADER = 20, 30
 #: Logs without a difference of rewards in any group, in a row, after which a warning is due.
 WITHOUT_GRADIENT = 3
-#: Seconds that a phase runs before the progress bar names it.
-SLOW = 3.0
 #: Columns of a terminal whose width is unknown.
 WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Column:
-    """Column of the table: title, width in characters, and the text of a log.
-
-    Attributes:
-        keep: the columns with the smallest value are left out first where a terminal is too narrow.
-        style: colour in a terminal, as rich names it.
-    """
+    """Column of the table: title, width in characters, text of a log, and colour as rich names it."""
 
     title: str
     width: int
     text: Callable[[Logs], str]
-    keep: int = 0
     style: str = ""
 
 
@@ -74,16 +62,17 @@ def _reward(logs: Logs) -> str:
     return f"{logs['reward']:.3f}{deviation}"
 
 
-#: Columns between the sparkline and the metrics of the user. Times are seconds of one optimizer step.
+#: Columns between the sparkline and the metrics of the user; a narrow terminal lacks the last of them. Times
+#: are seconds of one optimizer step.
 COLUMNS = (
-    Column("length", 7, _number("completions/mean_length", "{:.1f}"), 8),
-    Column("zero std", 8, _number("frac_reward_zero_std", "{:.0%}"), 7),
-    Column("entropy", 8, _number("entropy"), 4),
-    Column("grad", 8, _number("grad_norm"), 6),
-    Column("generate", 9, _seconds("time/generate", "time/sync"), 3),
-    Column("reward", 7, _seconds("time/reward"), 1),
-    Column("train", 7, _seconds("time/logprobs", "time/train"), 2),
-    Column("step s", 7, _number("step_time", "{:.1f}"), 5),
+    Column("length", 7, _number("completions/mean_length", "{:.1f}")),
+    Column("zero std", 8, _number("frac_reward_zero_std", "{:.0%}")),
+    Column("entropy", 8, _number("entropy")),
+    Column("grad", 8, _number("grad_norm")),
+    Column("generate", 9, _seconds("time/generate", "time/sync")),
+    Column("reward", 7, _seconds("time/reward")),
+    Column("train", 7, _seconds("time/logprobs", "time/train")),
+    Column("step s", 7, _number("step_time", "{:.1f}")),
 )
 
 
@@ -121,20 +110,17 @@ class LogTable:
         if "reward" in logs:
             self.rewards = [*self.rewards, logs["reward"]][-TREND:]
         trend = sparkline(self.rewards, encoding)
+        extra = [Column(name, max(len(name), 7), _number(name), "magenta") for name in self.extra]
+        curve = Column(f"last {TREND} logs", -TREND, lambda _: trend, "cyan")
+        end = Column("to go", 8, lambda _: "-" if to_go is None else clock(to_go), "dim")
         columns = [
-            Column("step", 6, lambda _: str(step), 99, "dim"),
-            Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), 98, "bold"),
-            Column(f"last {TREND} logs", -TREND, lambda _: trend, 9, "cyan"),
-            *COLUMNS,
-            *(Column(name, max(len(name), 7), _number(name), 10, "magenta") for name in self.extra),
-            Column("to go", 8, lambda _: "-" if to_go is None else clock(to_go), 7, "dim"),
+            Column("step", 6, lambda _: str(step), "dim"),
+            Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), "bold"),
+            *(curve, *COLUMNS, *extra, end),
         ]
-        while (
-            width is not None
-            and sum(abs(column.width) + 1 for column in columns) > width
-            and len(columns) > 2
-        ):
-            columns.remove(min(columns, key=lambda column: column.keep))
+        for least in (*reversed(COLUMNS), end, curve, *reversed(extra)):
+            if width is not None and sum(abs(column.width) + 1 for column in columns) > width:
+                columns.remove(least)
         header = " ".join(_aligned(column.title, column.width) for column in columns)
         parts: list[tuple[str, str]] = []
         if header != self._header or self._printed % LINES_PER_HEADER == 0:
@@ -235,9 +221,9 @@ def print_rich(renderable: Any, **options: Any) -> None:
 class _LogLines(TrainerCallback):
     """Print every log as a line: on stdout, above the progress bars, coloured only in a terminal."""
 
-    def __init__(self, extra: Sequence[str] = (), phase: Phase = lambda: None) -> None:
+    def __init__(self, extra: Sequence[str] = ()) -> None:
         super().__init__()
-        self.extra, self.phase = tuple(extra), phase
+        self.extra = tuple(extra)
         self.table = LogTable(self.extra)
         self.without_gradient = 0  # logs in a row
         self.began: tuple[float, int] | None = None  # clock and step at the beginning of training
@@ -298,61 +284,42 @@ class LogLinesCallback(_LogLines, PrinterCallback):
 
 
 class LogLinesProgressCallback(_LogLines, ProgressCallback):
-    """Lines of the logs above the progress bars; the bar names a phase that takes more than some seconds.
+    """Lines of the logs above the progress bars, the lowest of which names the running phase.
 
     A phase outside of training, such as the first batch of ``evaluate()``, gets a line of its own.
-
-    Args:
-        extra: names of further metrics in the lines.
-        phase: see :data:`Phase`.
     """
 
-    def __init__(self, extra: Sequence[str] = (), phase: Phase = lambda: None) -> None:
-        super().__init__(extra, phase)
-        self._line: tqdm | None = None
-        if sys.stderr.isatty():
-            # The thread ends with the callback: a strong reference would keep the trainer.
-            threading.Thread(target=_show_phases, args=(weakref.ref(self),), daemon=True).start()
+    _line: tqdm | None = None
 
-    def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        if self.training_bar is not None:
-            self.training_bar.set_description_str("")
-        super().on_train_end(args, state, control, **kwargs)
-
-    def show_phase(self) -> None:
-        """Write the running phase in front of the lowest bar; without a bar, on a line that is removed."""
-        running = self.phase()
-        text = f"{running[0]} {running[1]:.0f} s" if running and running[1] >= SLOW else ""
-        bars: list[tqdm] = [bar for bar in (self.prediction_bar, self.training_bar) if bar is not None]
-        if self._line is not None and (bars or not text):
+    def show_phase(self, phase: str) -> None:
+        """Write a phase in front of the lowest bar; without a bar, on a line that the next call removes."""
+        if self._line is not None:
             self._line.close()
             self._line = None
-        if text and not bars:
-            if self._line is None:
-                self._line = tqdm(bar_format="{desc}", leave=False)
-            bars = [self._line]
-        for bar in bars:
-            shown = text if bar is bars[0] else ""
-            if bar.desc != shown:
-                bar.set_description_str(shown)
+        bars: list[tqdm] = [bar for bar in (self.prediction_bar, self.training_bar) if bar is not None]
+        if bars:
+            bars[0].set_description_str(phase)
+        elif phase:
+            self._line = tqdm(desc=phase, bar_format="{desc}", leave=False)
 
 
-def _show_phases(callback: weakref.ref[LogLinesProgressCallback]) -> None:
-    """Show the phase once a second; in a thread, because the phases block."""
-    while (shown := callback()) is not None:
-        shown.show_phase()
-        del shown
-        time.sleep(1.0)
+def show_phase(trainer: Trainer, phase: str) -> None:
+    """Show the running phase ("generate", "sync", …; "" between phases) if the trainer has progress bars."""
+    for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
+        if isinstance(callback, LogLinesProgressCallback):
+            callback.show_phase(phase)
 
 
-def show_log_lines(trainer: Trainer, extra: Sequence[str], phase: Phase) -> None:
+def show_log_lines(trainer: Trainer, extra: Sequence[str]) -> None:
     """Replace the callback of ``Trainer`` that prints logs, if the trainer has one, by lines of a table.
 
     In a terminal the replacement is a subclass: ``trainer.remove_callback(ProgressCallback)`` removes it too.
     Without one there are no bars: in a file they would stand before the lines.
+
+    Args:
+        extra: names of further metrics in the lines.
     """
-    phase = phase if trainer.is_world_process_zero() else lambda: None
     with_bars = LogLinesProgressCallback if sys.stderr.isatty() else LogLinesCallback
     for stock, ours in ((ProgressCallback, with_bars), (PrinterCallback, LogLinesCallback)):
         if trainer.pop_callback(stock) is not None:
-            trainer.add_callback(ours(extra, phase))
+            trainer.add_callback(ours(extra))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -26,19 +26,18 @@ PEAK_FLOPS = {
 
 
 class StepTimer:
-    """Accumulate seconds and memory per phase and turn them into the metrics of an optimizer step."""
+    """Accumulate seconds and memory per phase and turn them into the metrics of an optimizer step.
 
-    def __init__(self) -> None:
+    Args:
+        show: receives the innermost phase that is being measured whenever it changes; "" between phases.
+    """
+
+    def __init__(self, show: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
         self.gigabytes: dict[str, float] = {}
         self.start = time.perf_counter()
-        self._running: list[tuple[str, float]] = []  # phase and start of the nested blocks, innermost last
-
-    @property
-    def running(self) -> tuple[str, float] | None:
-        """The innermost phase that is being measured and its seconds so far; None between phases."""
-        innermost = self._running[-1:]  # a copy: the thread of the progress bar reads it
-        return (innermost[0][0], time.perf_counter() - innermost[0][1]) if innermost else None
+        self.show = show
+        self._running = [""]  # phases of the nested blocks, innermost last
 
     @contextmanager
     def measure(self, phase: str, *, wait: bool = True) -> Iterator[None]:
@@ -52,11 +51,13 @@ class StepTimer:
                 counted in this phase and not in the next one that synchronizes.
         """
         start, inner = time.perf_counter(), sum(self.seconds.values())
-        self._running.append((phase, start))
+        self._running.append(phase)
+        self.show(phase)
         try:
             yield
         finally:
             self._running.pop()
+            self.show(self._running[-1])
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         inner -= sum(self.seconds.values())  # minus the seconds of phases inside the block
