@@ -175,7 +175,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     def fails(path: Path, content: bytes) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("groupwise.reporting.rollout_files._replace", fails)
+    monkeypatch.setattr("groupwise.reporting.rollout_files.replace_file", fails)
     run, _ = saved(tmp_path, max_steps=1)
     assert run.state.global_step == 1
     assert any("was not written: OSError: no space left" in record.getMessage() for record in caplog.records)

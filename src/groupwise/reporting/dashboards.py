@@ -132,9 +132,7 @@ class TrackioAlertsCallback(TrainerCallback):
             # The handler keeps the run: threads do not see the current one, a context variable.
             logging.getLogger("groupwise").addHandler(_Alerts(run))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._remove()
 
     def _remove(self) -> None:

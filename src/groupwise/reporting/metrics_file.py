@@ -158,6 +158,14 @@ def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
         if record is not None and (record["step"], *record) not in known:
             kept.append((record["step"], line))
     kept.sort(key=lambda entry: entry[0])
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_bytes(b"".join(line + b"\n" for _, line in kept))
-    os.replace(partial, path)
+    replace_file(path, b"".join(line + b"\n" for _, line in kept))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file atomically: ``path`` is never a partial file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # of a full disk

@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import TrainerState
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
@@ -178,19 +177,8 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
 
 
-class TrainedModel(Protocol):
-    """Attributes of a trainer that the model card reads."""
-
-    args: GRPOConfig
-    state: TrainerState
-    reward_func_names: list[str]
-
-    @property
-    def model(self) -> torch.nn.Module | None: ...
-
-
 def write_model_card(
-    trainer: TrainedModel, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
+    trainer: Any, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
 ) -> None:
     """Write the model card as ``README.md`` to the output directory.
 

@@ -37,7 +37,7 @@ from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.callback import GRPOCallback
-from groupwise.reporting.metrics_file import earlier_path
+from groupwise.reporting.metrics_file import earlier_path, replace_file
 from groupwise.reporting.table import plain_text
 
 logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class RolloutFiles(GRPOCallback):
             with log_boundary(logger, str(self.folder / HEADER)):
                 self._clear(state.global_step)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _replace(self.folder / HEADER, redacted_json(header(self.trainer)).encode())
+                replace_file(self.folder / HEADER, redacted_json(header(self.trainer)).encode())
         self.trainer.accelerator.wait_for_everyone()
 
     def _clear(self, step: int) -> None:
@@ -207,14 +207,10 @@ class RolloutFiles(GRPOCallback):
             if found and int(found[2]) > step:
                 path.unlink()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._begin_step()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._learning_rates = [float(group["lr"]) for group in kwargs["optimizer"].param_groups]
         if not is_sharded(self.trainer.accelerator):
             self._gradient_norms = gradient_norms(self.trainer.model)
@@ -254,10 +250,8 @@ class RolloutFiles(GRPOCallback):
 
     def _write(self, kind: str, step: int, values: dict[str, Any], part: int | None = None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        torch.save(host_copy(values, kind), content)
         name = file_name(kind, step, self.trainer.args.process_index, part)
-        _replace(self.folder / name, gzip.compress(content.getvalue(), 1))
+        replace_file(self.folder / name, gzip.compress(saved(values, kind), 1))
 
     def _store_images(
         self, images: Sequence[ImageInputs] | None
@@ -270,9 +264,7 @@ class RolloutFiles(GRPOCallback):
             if not row.digest or path.exists():
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = io.BytesIO()
-            torch.save(host_copy(dict(row.arrays)), content)
-            _replace(path, gzip.compress(content.getvalue(), 1))
+            replace_file(path, gzip.compress(saved(dict(row.arrays)), 1))
         return list(_without_arrays(images) or ()), [row.digest for row in images]
 
 
@@ -285,14 +277,11 @@ def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:
     return f"{kind}-{step:06d}{'' if part is None else f'.{part}'}.rank{rank}.pt.gz"
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)  # of a full disk
+def saved(values: Any, name: str = "value") -> bytes:
+    """Return the bytes that ``torch.save`` writes of records; ``name`` stands in messages."""
+    content = io.BytesIO()
+    torch.save(host_copy(values, name), content)
+    return content.getvalue()
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:

@@ -138,19 +138,20 @@ def _aligned(text: str, width: int) -> str:
 
 def _encodable(text: str, encoding: str) -> str:
     """Replace the plus-minus sign where the encoding has none."""
+    return text if _can_encode(text, encoding) else text.replace("±", "+-")
+
+
+def _can_encode(text: str, encoding: str) -> bool:
     try:
-        text.encode(encoding)
+        return bool(text.encode(encoding))
     except (UnicodeEncodeError, LookupError):
-        return text.replace("±", "+-")
-    return text
+        return False
 
 
 def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
     """Return one character per value, from the lowest to the highest of them; all equal: a flat line."""
     flat, marks = "─", "▁▂▃▄▅▆▇█"
-    try:
-        (flat + marks).encode(encoding)
-    except (UnicodeEncodeError, LookupError):
+    if not _can_encode(flat + marks, encoding):
         flat, marks = "-", "_.-=+*%#"
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -12,15 +12,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import masked, redacted_json
 from groupwise.errors import ConfigError
-from groupwise.records.serialization import host_copy
 from groupwise.reporting.model_card import public_name
-from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name
+from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name, saved
 
 #: Settings of ``TrainingArguments`` that an update depends on.
 _OF_THE_UPDATE = (
@@ -96,12 +94,12 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
             "settings": _settings(record.settings),
             "computed": [vars(rows) for rows in record.computed],
         }
-        parts[_name("step", step, rank)] = _saved(values)
+        parts[_name("step", step, rank)] = saved(values)
         for part in range(record.num_generations):
             generation = recording.generation(step, part, rank)
             rollouts = replace(generation.rollouts, prompts=[""] * len(generation.rollouts))
             values = {**vars(generation), "rollouts": rollouts, "images": None}
-            parts[_name("generation", step, rank, part)] = _saved(values)
+            parts[_name("generation", step, rank, part)] = saved(values)
     content = _zipped(parts)
     if len(content) > LIMIT:  # the window alone is enough to repeat the update
         content = _zipped({name: data for name, data in parts.items() if not name.startswith("generation")})
@@ -138,12 +136,6 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _name(kind: str, step: int, rank: int, part: int | None = None) -> str:
     return file_name(kind, step, rank, part).removesuffix(".gz")
-
-
-def _saved(values: dict[str, Any]) -> bytes:
-    content = io.BytesIO()
-    torch.save(host_copy(values), content)
-    return content.getvalue()
 
 
 def _zipped(parts: dict[str, bytes]) -> bytes:

@@ -313,9 +313,7 @@ class _FollowRecord(TrainerCallback):
                 setattr(args, name, value)
         _restore_generators(record.rng)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         for group, rate in zip(kwargs["optimizer"].param_groups, self.learning_rates, strict=False):
             group["lr"] = rate
 

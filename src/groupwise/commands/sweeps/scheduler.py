@@ -18,9 +18,7 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from transformers.trainer_utils import SaveStrategy
 
@@ -541,9 +539,7 @@ class _StepTurns(TrainerCallback):
     def __init__(self, run: SweepRun) -> None:
         self.thread, self.factor = cast(TurnThread, run.thread), run.learning_rate_factor
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Scale the learning rate of a clone: optimizer and schedule were loaded with that of its source."""
         for group in kwargs["optimizer"].param_groups:
             for name in ("lr", "initial_lr"):
@@ -555,9 +551,7 @@ class _StepTurns(TrainerCallback):
                 schedule[name] = [rate * self.factor for rate in schedule[name]]
         kwargs["lr_scheduler"].load_state_dict(schedule)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         error = None
         while (call := self.thread.pause(error)) is not None:
             error = None
