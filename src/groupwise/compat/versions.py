@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from groupwise.errors import ConfigError
@@ -20,3 +21,20 @@ def check_version(package: str, oldest: str, needed_by: str, consequence: str) -
         raise ConfigError(
             f"{needed_by} needs {package}>={oldest}, and {installed} is installed, {consequence}"
         )
+
+
+def unmet(package: str, names: tuple[str, ...]) -> list[str]:
+    """Return the requirements of an installed package on ``names`` that installed versions do not meet.
+
+    Those of its extras count too, where the package that they ask for is installed.
+    """
+    found = []
+    for asked in map(Requirement, importlib.metadata.requires(package) or ()):
+        if asked.name in names:
+            try:
+                installed = importlib.metadata.version(asked.name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            if not asked.specifier.contains(installed, prereleases=True):
+                found.append(f"{asked.name}{asked.specifier} (installed: {installed})")
+    return list(dict.fromkeys(found))
