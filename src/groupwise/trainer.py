@@ -32,8 +32,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.cpu import install_cpu_training, trim_heap
-from groupwise.data.budget import MicroBatchBudget, micro_batch_budget
+from groupwise.cpu import install_cpu_training, linears_path, trim_heap
+from groupwise.data.budget import MicroBatchBudget, micro_batch_budget, reason_for_all_rows
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
@@ -62,6 +62,7 @@ from groupwise.policy.introspection import check_adapter, check_model, router_au
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
+from groupwise.policy.recomputation import recomputation_path
 from groupwise.policy.reference import SeparateReference, make_reference
 from groupwise.policy.weight_iterator import PolicyWeights, gatherable
 from groupwise.records import (
@@ -77,6 +78,7 @@ from groupwise.records import (
     SamplerSettings,
     align_advantages,
 )
+from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.reporting.terminal import show_phase
@@ -544,6 +546,26 @@ class GRPOTrainer(
         return 0 if batch is None else 6 * self.num_parameters * self.num_tokens(batch)
 
     # Settings and state of a run.
+
+    def fast_paths(self) -> list[FastPath]:
+        """Return what computes each part of the run, and why it is not the fast way."""
+        args, accelerator = self.args, self.accelerator
+        uses = args.optimizer_steps_per_generation
+        off_policy = "" if args.trains_on_policy else f"a generation is used in {uses} optimizer steps"
+        all_rows = reason_for_all_rows(self, args, has_reference=self.reference.exists)
+        if self.aux_loss_enabled or args.use_liger_kernel:
+            all_rows = "the balancing loss, or Liger's, is no sum over rows"
+        paths = [
+            *self.backend.fast_paths(self.model),
+            *self.logprob_computer.paths,
+            FastPath("old log-probs", "computed" if off_policy else "not needed", off_policy),
+            FastPath("rows without gradient", "computed" if all_rows else "skipped", all_rows),
+            recomputation_path(args, accelerator),
+        ]
+        if accelerator.device.type == "cpu":
+            others_rewrite = is_sharded(accelerator) or args.torch_compile
+            paths.append(linears_path(self.model, onednn_linears=not others_rewrite))
+        return paths
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
         """Apply settings and reward functions that a script or callback changed since the last step.

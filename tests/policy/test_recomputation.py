@@ -18,7 +18,12 @@ from transformers import TrainerCallback
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from groupwise.policy import recomputation
-from groupwise.policy.recomputation import SelectiveRecomputation, make_recomputation, saved_bytes
+from groupwise.policy.recomputation import (
+    SelectiveRecomputation,
+    make_recomputation,
+    recomputation_path,
+    saved_bytes,
+)
 
 LAYERS = 4
 
@@ -166,7 +171,7 @@ def test_an_out_of_memory_error_halves_the_room_before_micro_batches_are_split(t
     ("given", "reason"),
     [
         ({"gradient_checkpointing": False}, ""),
-        ({"activation_memory_fraction": 0.0}, ""),
+        ({"activation_memory_fraction": 0.0}, "activation_memory_fraction=0"),
         ({"torch_compile": True}, "torch_compile"),
         ({"vllm_enable_sleep_mode": True}, "sleeping engine"),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "offloaded"),
@@ -175,8 +180,7 @@ def test_an_out_of_memory_error_halves_the_room_before_micro_batches_are_split(t
     ],
     ids=str,
 )
-def test_runs_that_recompute_every_layer_give_the_reason(given, reason, caplog):
-    caplog.set_level("INFO")
+def test_runs_that_recompute_every_layer_give_the_reason(given, reason):
     defaults = {
         "gradient_checkpointing": True, "activation_memory_fraction": 0.5, "torch_compile": False,
         "vllm_enable_sleep_mode": False, "gradient_checkpointing_kwargs": None,
@@ -184,7 +188,9 @@ def test_runs_that_recompute_every_layer_give_the_reason(given, reason, caplog):
     }  # fmt: skip
     settings = SimpleNamespace(**{**defaults, **given})
     assert make_recomputation(settings, settings) is None
-    assert reason in caplog.text and bool(reason) == bool(caplog.text)
+    path = recomputation_path(settings, settings)
+    assert reason in path.reason and bool(reason) == bool(path.reason)
+    assert path.warns is ("device" in given)
     assert make_recomputation(SimpleNamespace(**defaults), SimpleNamespace(**defaults)) is not None
 
 

@@ -6,15 +6,14 @@ enabled, :func:`cpu_generation` around sampling, :func:`trim_heap` between the f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from groupwise.compat.torch import has_onednn_linear
 from groupwise.compat.transformers import add_checkpoint_contexts
-
-logger = logging.getLogger(__name__)
+from groupwise.records.fast_paths import FastPath
 
 
 def install_cpu_training(models: Iterable[torch.nn.Module | None], *, onednn_linears: bool = True) -> None:
@@ -33,7 +32,21 @@ def install_cpu_training(models: Iterable[torch.nn.Module | None], *, onednn_lin
 
     return_large_blocks()
     if onednn_linears:
-        logger.info("%d linear layers compute with oneDNN", sum(map(replace_linears, on_cpu)))
+        for model in on_cpu:
+            replace_linears(model)
+
+
+def linears_path(model: torch.nn.Module, *, onednn_linears: bool) -> FastPath:
+    """Return what computes the linear layers of a model on a CPU; see :func:`install_cpu_training`."""
+    from groupwise.cpu.linear import OneDNNLinear
+
+    if any(isinstance(module, OneDNNLinear) for module in model.modules()):
+        return FastPath("linear layers", "oneDNN, packed for sampling")
+    if not onednn_linears:
+        return FastPath("linear layers", "PyTorch", "FSDP, DeepSpeed or torch_compile rewrites them")
+    if not has_onednn_linear():
+        return FastPath("linear layers", "PyTorch", "this PyTorch has no oneDNN", warns=True)
+    return FastPath("linear layers", "PyTorch", "none is large enough")
 
 
 def save_matmul_outputs(model: torch.nn.Module) -> None:

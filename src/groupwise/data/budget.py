@@ -49,27 +49,38 @@ def micro_batch_budget(
         has_reference: there is a reference model. β may become positive before the rows of a generation are
             used up, so their log-probs are computed even while it is 0.
     """
-    kl_in_loss = has_reference and not config.kl_in_reward
-    methods = ("compute_loss", "compute_policy_loss")
-    declared = all(_declares_zero_grad(trainer, method) for method in methods)
-    zero_grad = declared and OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage
-    skips = config.skip_zero_advantage and zero_grad
     return MicroBatchBudget(
         # Neither a balancing loss nor Liger's normalization is a sum over rows.
         fixed=aux_loss or config.use_liger_kernel,
         micro_batch_size=config.per_device_train_batch_size,
         max_completion_length=config.max_completion_length,
-        skip_zero_advantage=skips and not kl_in_loss and not config.has_entropy_bonus,
-        skip_masked=declared,
+        skip_zero_advantage=not reason_for_all_rows(trainer, config, has_reference=has_reference),
+        skip_masked=_declares_zero_grad(trainer),
         world_size=config.world_size,
         rank=config.process_index,
     )
 
 
-def _declares_zero_grad(trainer: object, method: str) -> bool:
-    """Return the ``zero_grad_at_zero_advantage`` of what defines ``method``, the instance or a class.
+def reason_for_all_rows(trainer: object, config: GRPOConfig, *, has_reference: bool) -> str:
+    """Return why rows with zero advantage are computed; "": they are skipped."""
+    if not config.skip_zero_advantage:
+        return "skip_zero_advantage=False"
+    if not _declares_zero_grad(trainer):
+        return f"the loss of {type(trainer).__name__} may have a gradient there"
+    if not OBJECTIVES[config.loss_type].zero_grad_at_zero_advantage:
+        return f"loss_type={config.loss_type!r} may have a gradient there"
+    if has_reference and not config.kl_in_reward:
+        return "the KL to the reference has a gradient there"
+    return "the entropy bonus has a gradient there" if config.has_entropy_bonus else ""
+
+
+def _declares_zero_grad(trainer: object) -> bool:
+    """Return the ``zero_grad_at_zero_advantage`` of what defines the loss, the instance or a class.
 
     An override may add terms with a gradient in any row, so the declaration of its base class does not count.
     """
-    owner = next(owner for owner in (trainer, *type(trainer).__mro__) if method in vars(owner))
-    return vars(owner).get("zero_grad_at_zero_advantage", False)
+    owners = [
+        next(owner for owner in (trainer, *type(trainer).__mro__) if method in vars(owner))
+        for method in ("compute_loss", "compute_policy_loss")
+    ]
+    return all(vars(owner).get("zero_grad_at_zero_advantage", False) for owner in owners)

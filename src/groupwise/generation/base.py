@@ -16,6 +16,7 @@ from groupwise.config.sampling import chosen_backend, sampler_settings, truncati
 from groupwise.errors import ConfigError, nearest_name, warn_once
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs
 from groupwise.registry import Registry
 from groupwise.tokenization.images import image_suppress_tokens
@@ -62,6 +63,14 @@ class GenerationBackend(ABC):
         Raises:
             BackendError: generation failed; a ``ConnectionError`` too if a server is unavailable.
         """
+
+    def fast_paths(self, policy: Any) -> list[FastPath]:
+        """Return the states of the backend's fast paths, for the line at the beginning of a run.
+
+        Args:
+            policy: below wrappers.
+        """
+        return [FastPath("decoding", type(self).__name__)]
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True if completions have ``sampling_mask`` with top_p, top_k or min_p.

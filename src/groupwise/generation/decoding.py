@@ -10,7 +10,6 @@ D head size.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
@@ -37,13 +36,11 @@ from groupwise.compat.transformers import (
     update_model_kwargs,
 )
 from groupwise.cpu.multinomial import multinomial
-from groupwise.errors import warn_once
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.introspection import CausalLM, has_prompt_learning, is_text_only, without_adapter
-
-logger = logging.getLogger(__name__)
+from groupwise.records.fast_paths import FastPath
 
 #: Generation settings that act on each row independently, through a logits processor or a stopping criterion.
 ROW_SETTINGS = frozenset(
@@ -92,41 +89,54 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]]
 
 
 def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
-    """Return True if ``decode_groups`` may replace the decoding loop of ``model.generate``.
+    """Return True if ``decode_groups`` may replace the decoding loop of ``model.generate``."""
+    return not decoding_path(model, config).reason
 
-    Requires that ``cache_implementation`` is None, the generation loop and the cache of transformers, a text
-    model with attention layers only, settings that act on each row independently, and no prompt tuning. Ranks
-    whose parameters are sharded leave the loop at different steps, so they must not use it.
+
+def decoding_path(model: CausalLM, config: GenerationConfig) -> FastPath:
+    """Return the decoding loop of a run: the own one, or that of ``model.generate`` with the reason.
+
+    Ranks whose parameters are sharded leave the own loop at different steps, so they must not use it.
     """
+    reason, warns = _reason_for_generate(model, config)
+    return FastPath("decoding", "transformers", reason, warns) if reason else FastPath("decoding", "own loop")
+
+
+def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str, bool]:
+    """Return the reason against ``decode_groups``, or "", and True unless the user chose it."""
     base: CausalLM = without_adapter(model)
+    name = type(base).__name__
     if config.cache_implementation is not None:
-        return False
+        return f"cache_implementation={config.cache_implementation!r}", False
     if not has_stock_sampling_loop(base) or "generate" in vars(model):  # on the instance of a PEFT model
-        warn_once(
-            logger,
-            "%s has a generate or _sample of its own: completions are decoded by it, not by groupwise's "
-            "decoding loop, which is faster",
-            type(base).__name__,
+        return f"{name} has a generate or _sample of its own", True
+    if has_prompt_learning(model):
+        return "the adapter adds virtual tokens", False
+    if base.config.is_encoder_decoder or is_stateful(base):
+        return f"{name} does not consist of attention layers alone", False
+    if not is_text_only(model):  # position ids are computed differently
+        return f"{name} has a vision or audio part", False
+    if not supports_dynamic_cache(base):
+        return f"transformers makes no DynamicCache for {name}", False
+    if cache_argument(base) is None:
+        return f"the forward of {name} has no argument of a known name for the cache", True
+    layers = {type(layer) for layer in DynamicCache(config=base.config).layers} - {*SELECTABLE_LAYERS}
+    if layers:
+        return f"its cache has {', '.join(sorted(layer.__name__ for layer in layers))}", True
+    settings = _across_rows(config, base.generation_config)
+    return f"{', '.join(settings)} may act on several rows" if settings else "", False
+
+
+def _across_rows(config: GenerationConfig, defaults: GenerationConfig) -> list[str]:
+    """Return the settings that may not act on each row independently; ``defaults`` are those of the model."""
+    given = {**defaults.to_diff_dict(), **config.to_diff_dict()}
+    return [
+        name
+        for name, value in given.items()
+        if not (
+            name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
         )
-        return False
-    return (
-        not has_prompt_learning(model)
-        and not base.config.is_encoder_decoder
-        and is_text_only(model)  # others compute position ids differently
-        and not is_stateful(base)
-        and supports_dynamic_cache(base)
-        and cache_argument(base) is not None
-        and all(type(layer) in SELECTABLE_LAYERS for layer in DynamicCache(config=base.config).layers)
-        and _acts_on_rows(config, base.generation_config)
-    )
-
-
-def _acts_on_rows(config: GenerationConfig, defaults: GenerationConfig) -> bool:
-    """Return True if every setting acts on each row independently; ``defaults`` are those of the model."""
-    return all(
-        name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
-        for name, value in {**defaults.to_diff_dict(), **config.to_diff_dict()}.items()
-    )
+    ]
 
 
 def keep_autocast_weights(device: torch.device) -> AbstractContextManager[object]:

@@ -16,7 +16,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from groupwise.compat.accelerate import forward_autocast
 from groupwise.compat.deepspeed import gathered
-from groupwise.compat.peft import virtual_tokens_once
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
@@ -38,6 +37,7 @@ from groupwise.generation.decoding import (
     RowSampler,
     can_decode_groups,
     decode_groups,
+    decoding_path,
     group_prompts,
     keep_autocast_weights,
 )
@@ -52,6 +52,7 @@ from groupwise.policy.introspection import (
 )
 from groupwise.random_state import DrawnFrom
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.tokenization.text import end_tokens, text_tokenizer
@@ -120,6 +121,15 @@ class TransformersBackend(GenerationBackend):
     def requires_all_ranks(self) -> bool:
         return requires_lockstep_forwards(self.model())
 
+    def fast_paths(self, policy: Any) -> list[FastPath]:
+        """See :meth:`GenerationBackend.fast_paths`."""
+        path = decoding_path(policy, self.config_of(RUN_SETTINGS))
+        if requires_lockstep_forwards(policy) and not self.gather_weights:
+            path = FastPath("decoding", "transformers", "parameters are sharded, so ranks decode in step")
+        elif self.stock_decoding and not path.reason:
+            path = FastPath("decoding", "transformers", "cache_implementation of groupwise.trl_hooks")
+        return [path]
+
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True unless the model has a decoding loop of its own."""
         return can_record(self.model())
@@ -128,6 +138,8 @@ class TransformersBackend(GenerationBackend):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
     ) -> list[Completion]:
         if has_prompt_learning(self.model()):
+            from groupwise.compat.peft import virtual_tokens_once
+
             with virtual_tokens_once(unwrapped(self.model())):
                 return self._generate_by_length(prompts, sampling)
         try:

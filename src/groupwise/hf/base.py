@@ -49,6 +49,7 @@ from groupwise.policy.recomputation import make_recomputation
 from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
+from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.dashboards import TrackioAlertsCallback
 from groupwise.reporting.evaluation import EvaluationMetrics
@@ -158,7 +159,7 @@ class BaseTrainer(Trainer):
         self._unreported: list[tuple[Any, ...]] = []  # completions of the next log
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
         show_log_lines(self, args.terminal_metrics or ())
-        self.add_callback(MetricsFileCallback())
+        self.add_callback(MetricsFileCallback(self.fast_paths))
         self.add_callback(TrackioAlertsCallback())
         if args.save_rollouts:
             from groupwise.reporting.rollout_files import RolloutFiles
@@ -183,6 +184,10 @@ class BaseTrainer(Trainer):
 
     def window_state(self) -> list[Stateful]:
         """Return the components that a window changes besides gradients."""
+        raise NotImplementedError
+
+    def fast_paths(self) -> list[FastPath]:
+        """Return what computes each part of the run, and why it is not the fast way."""
         raise NotImplementedError
 
     def refresh_settings(self, *, new_run: bool = False) -> None:

@@ -33,48 +33,44 @@ from groupwise.policy.layouts.packed import (
 )
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
+from groupwise.records.fast_paths import FastPath
 
 logger = logging.getLogger(__name__)
 
 
 def choose_layout(
     wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool, on_gpu: bool = False
-) -> str:
+) -> FastPath:
     """Resolve the setting ``sequence_layout`` for this model.
 
     Args:
         wanted: "padded", "packed", "shared_prefix" or "auto".
         model: the policy; supported models get the attention hook.
         with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
-        on_gpu: warn if "auto" becomes "padded".
+        on_gpu: warn if "auto" becomes "padded", where padding costs most.
 
     Returns:
-        "padded", "packed" or "shared_prefix".
+        its choice is "padded", "packed" or "shared_prefix".
 
     Raises:
         ConfigError: the model does not support the layout that ``wanted`` names.
     """
     if wanted == "padded":
-        return wanted
+        return FastPath("layout", wanted, "sequence_layout='padded'")
     reason: str | None = "its balancing loss counts padded sequences"
     if not with_aux_loss:
         reason = unsupported(model, shared=wanted == "shared_prefix")
     if reason is None:
         can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
         chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
-        logger.info("sequence_layout: %s", chosen)
-        return chosen
+        return FastPath("layout", chosen)
     if wanted != "auto":
         raise ConfigError(
             f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
             "use 'padded', or 'auto', which selects a layout that the model supports"
         )
-    logger.log(
-        logging.WARNING if on_gpu else logging.INFO,
-        "sequence_layout: padded, which computes on padding: %s. Set sequence_layout='padded' to accept it",
-        reason,
-    )
-    return "padded"
+    accepted = "; sequence_layout='padded' accepts it" if on_gpu else ""
+    return FastPath("layout", "padded", f"{reason}{accepted}", on_gpu)
 
 
 class LogprobComputer:
@@ -85,6 +81,9 @@ class LogprobComputer:
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
+
+    Attributes:
+        paths: states of layout and head.
     """
 
     def __init__(
@@ -102,6 +101,7 @@ class LogprobComputer:
         self.sharded = sharded
         self.mixed_precision = mixed_precision
         self.checked = layout == "padded"
+        self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
@@ -157,7 +157,7 @@ class LogprobComputer:
             return
         message = "fails its check on another rank" if passed else message
         logger.warning("sequence_layout=%s %s; using sequence_layout='padded'", self.layout, message)
-        self.layout = "padded"
+        self.layout, self.paths[0] = "padded", FastPath("layout", "padded", message, True)
 
 
 def make_logprob_computer(
@@ -171,8 +171,9 @@ def make_logprob_computer(
             "modules_to_save, or do not shard"
         )
     # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
-    only_padded = config.use_liger_kernel or config.neftune_noise_alpha is not None
-    layout = choose_layout(
+    only_padded = "neftune_noise_alpha" if config.neftune_noise_alpha is not None else ""
+    only_padded = "use_liger_kernel" if config.use_liger_kernel else only_padded
+    path = choose_layout(
         "padded" if only_padded else config.sequence_layout,
         policy,
         group_size=config.num_generations,
@@ -183,10 +184,14 @@ def make_logprob_computer(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
         fp32=config.cast_lm_head_to_fp32,
     )
-    return LogprobComputer(
-        layout,
+    computer = LogprobComputer(
+        path.choice,
         head,
         partial(any_rank, accelerator),
         sharded=is_sharded(accelerator),
         mixed_precision=autocast_dtype(accelerator),
     )
+    chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
+    of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
+    computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]
+    return computer

@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from groupwise.compat.transformers import checkpointed_layers, set_checkpoint_function
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import is_sharded
+from groupwise.records.fast_paths import FastPath
 
 logger = logging.getLogger(__name__)
 
@@ -109,19 +110,28 @@ class SelectiveRecomputation:
 
 def make_recomputation(args: GRPOConfig, accelerator: Accelerator) -> SelectiveRecomputation | None:
     """Return the choice of recomputed layers of a run, or None if every layer is recomputed (or none)."""
+    if not args.gradient_checkpointing or recomputation_path(args, accelerator).reason:
+        return None
+    return SelectiveRecomputation(args.activation_memory_fraction)
+
+
+def recomputation_path(args: GRPOConfig, accelerator: Accelerator) -> FastPath:
+    """Return which layers the backward pass recomputes, and why all of them."""
+    if not args.gradient_checkpointing:
+        return FastPath("recomputation", "none")
     kwargs = args.gradient_checkpointing_kwargs
+    unknown_memory = accelerator.device.type not in ("cpu", "cuda")
     reasons = {
         "recomputation gathers sharded parameters, in the same order on every rank": is_sharded(accelerator),
-        "the device does not report its free memory": accelerator.device.type not in ("cpu", "cuda"),
+        "the device does not report its free memory": unknown_memory,
         "torch_compile compiles the checkpoints": args.torch_compile,
         "the memory that is free in training is that of the sleeping engine": args.vllm_enable_sleep_mode,
         "activations are offloaded": isinstance(kwargs, dict) and kwargs.get("offload"),
+        "activation_memory_fraction=0": not args.activation_memory_fraction,
     }
-    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-        logger.info("gradient checkpointing recomputes every layer: %s", reason)
-    elif args.gradient_checkpointing and args.activation_memory_fraction:
-        return SelectiveRecomputation(args.activation_memory_fraction)
-    return None
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    choice = "every layer" if reason else "as memory demands"
+    return FastPath("recomputation", choice, reason, unknown_memory and "device" in reason)
 
 
 def saved_bytes(layer: nn.Module, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from groupwise.compat.bitsandbytes import as_saved, cannot_dequantize, dequantized, is_quantized
 from groupwise.compat.deepspeed import is_partitioned
-from groupwise.compat.peft import merge_dequantized, wrapper_types
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
 from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
@@ -243,6 +242,8 @@ def _adapters(model: nn.Module) -> tuple[dict[int, list[Any]], set[int]]:
     """Return adapters by the id of their base layer, and ids of modules that no checkpoint contains."""
     if "peft" not in sys.modules:
         return {}, set()
+    from groupwise.compat.peft import wrapper_types
+
     tuner_layer, saved_module = wrapper_types()
     adapters: dict[int, list[Any]] = {}
     absent: list[nn.Module] = []
@@ -282,6 +283,8 @@ def _check(
 
 def _merged(module: nn.Module, own: dict[str, torch.Tensor], tuners: list[Any]) -> dict[str, torch.Tensor]:
     """Merge the module's adapters into (dequantized) copies of its tensors, then restore its parameters."""
+    from groupwise.compat.peft import merge_dequantized
+
     in_4_bits = any(map(is_quantized, own.values()))
     owners = [module, *(part for tuner in tuners for part in tuner.modules() if part is not module)]
     originals = {

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.redact import redacted_json
 from groupwise.errors import log_boundary, warn_once
+from groupwise.records.fast_paths import FastPath
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +32,15 @@ class MetricsFileCallback(TrainerCallback):
     the file of an earlier one as ``metrics-<time of its last line>.jsonl``; evaluations before training are
     of the new one. Values that JSON does not have (NaN, infinities) are null. A log with a value named "step"
     or "time" has it as "step_" or "time_". An error is logged as a warning and the log is lost.
+
+    Args:
+        fast_paths: returns the states of the run's fast paths, which are logged in one line when training
+            begins, as a warning if one is slow for a reason that is not the user's choice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fast_paths: Callable[[], Sequence[FastPath]] = tuple) -> None:
         super().__init__()
+        self._fast_paths = fast_paths
         self._has_trained = False
         self._start: int | None = None  # of the evaluations before training in the file
 
@@ -52,7 +59,15 @@ class MetricsFileCallback(TrainerCallback):
         self._has_trained = True
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
         with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
-            settings = {"model": model, "world_size": args.world_size, "settings": args.to_dict()}
+            paths = self._fast_paths()
+            level = logging.WARNING if any(path.warns for path in paths) else logging.INFO
+            logger.log(level, " · ".join(map(str, paths)))
+            settings = {
+                "model": model,
+                "world_size": args.world_size,
+                "fast_paths": {path.name: path._asdict() for path in paths},
+                "settings": args.to_dict(),
+            }
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_name(SETTINGS_FILE).write_text(redacted_json(settings) + "\n", encoding="utf-8")
 

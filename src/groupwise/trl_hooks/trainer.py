@@ -42,6 +42,7 @@ from groupwise.records import (
     SamplingOptions,
     TokenBatch,
 )
+from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.metrics import rollout_metrics
 from groupwise.tokenization.images import insert_images
 from groupwise.trl_hooks.attributes import TrlAttributes
@@ -150,6 +151,10 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
         return super().may_have_placeholder_logps() or isinstance(self.backend, TransformersBackend)
+
+    def fast_paths(self) -> list[FastPath]:
+        all_rows = FastPath("rows without gradient", "computed", "as in TRL's step")
+        return [all_rows if path.name == all_rows.name else path for path in super().fast_paths()]
 
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""

@@ -16,6 +16,7 @@ from groupwise import GRPOConfig
 from groupwise.commands.cli import findings, main
 from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.commands.cli.trial import trial_config
+from groupwise.compat.versions import unmet
 
 
 def config(**changes) -> GRPOConfig:
@@ -36,9 +37,10 @@ def test_a_valid_run_has_no_findings(run_file, capfd):
     assert "every constraint holds: learning_rate=1e-06" in shown and "loss_type=dapo" in shown
     assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
     assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
-    assert "sequence_layout shared_prefix, logprob_head chunked, reference none (beta=0)" in shown
+    for part in ("none (beta=0)", "decoding: own loop", "layout: shared_prefix", "head: chunked"):
+        assert part in shown
     assert "activations of the longest row (2 + 6 tokens)" in shown
-    assert shown.rpartition("(beta=0) ")[2].startswith("0 problem(s)")
+    assert shown.rpartition("(none is large enough) ")[2].startswith("0 problem(s)")
     assert not Path("out").exists()
 
 
@@ -277,3 +279,11 @@ def test_the_table_wraps():
         "                     y"
     )
     assert findings.summary(rows) == "1 problem(s), 1 warning(s), 1 fine"
+
+
+def test_versions_that_transformers_does_not_support_are_named(monkeypatch):
+    asked = ["kernels<0.19,>=0.18.2; extra == 'kernels'", "tokenizers<0.24,>=0.23.1", "huggingface-hub>=1.31"]
+    installed = {"kernels": "0.17.2", "tokenizers": "0.23.1", "absent": None}
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: [*asked, "numpy>=9", "absent>=1"])
+    monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
+    assert unmet("transformers", ("kernels", "tokenizers")) == ["kernels<0.19,>=0.18.2 (installed: 0.17.2)"]

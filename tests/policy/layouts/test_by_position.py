@@ -6,7 +6,6 @@ by sequence, with the arguments that it documents.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -105,27 +104,20 @@ def hub_kernel():
 
 def test_a_hub_kernel_for_flash_attention_is_packed(flash_on_cpu, hub_kernel):
     model, head, batch = with_attention("llama", hub_kernel), LogprobHead("chunked"), completions()
-    computer = LogprobComputer(choose_layout("auto", model, group_size=4, with_aux_loss=False), head)
+    computer = LogprobComputer(choose_layout("auto", model, group_size=4, with_aux_loss=False).choice, head)
     given = computer(model, batch, with_entropy=False).logps_BT
     assert computer.layout == "packed" and computer.checked
     expected = compute_padded_logprobs(build(*RIGHT["llama"]), batch, head, with_entropy=False).logps_BT
     assert ((given - expected) * batch.completion_mask_BT).abs().max() < 1e-5
 
 
-def test_a_run_on_a_gpu_that_is_padded_warns_with_the_way_out(caplog):
-    caplog.set_level(logging.INFO, logger="groupwise")
-    for on_gpu, level in ((True, "WARNING"), (False, "INFO")):
-        caplog.clear()
+def test_a_run_on_a_gpu_that_is_padded_warns_with_the_way_out():
+    for on_gpu in (True, False):
         model = with_attention("llama", "eager")
-        assert choose_layout("auto", model, group_size=4, with_aux_loss=False, on_gpu=on_gpu) == "padded"
-        (record,) = caplog.records
-        assert record.levelname == level
-        for part in (
-            "'eager'",
-            "attn_implementation='sdpa', flash attention",
-            "sequence_layout='padded' to accept",
-        ):
-            assert part in record.getMessage()
+        path = choose_layout("auto", model, group_size=4, with_aux_loss=False, on_gpu=on_gpu)
+        assert path.choice == "padded" and path.warns is on_gpu
+        assert "'eager'" in path.reason and "attn_implementation='sdpa', flash attention" in path.reason
+        assert ("sequence_layout='padded' accepts" in path.reason) is on_gpu
 
 
 def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
@@ -165,7 +157,7 @@ def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
 def test_flash_and_flex_attention_use_the_packed_layout(implementation):
     model = with_attention("llama", implementation)
     for wanted in ("auto", "packed"):
-        assert choose_layout(wanted, model, group_size=4, with_aux_loss=False) == "packed"
+        assert choose_layout(wanted, model, group_size=4, with_aux_loss=False).choice == "packed"
     with pytest.raises(ConfigError, match=f"{implementation}.*sdpa"):
         choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
     assert model.config._attn_implementation == implementation

@@ -140,7 +140,7 @@ def test_an_architecture_that_would_be_wrong_is_refused(name):
     model = build(config_class, changes)
     with pytest.raises(ConfigError, match=reason):
         choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
-    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "padded"
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == "padded"
 
 
 def test_gradient_checkpointing_recomputes_the_same():
@@ -205,10 +205,10 @@ def test_the_attention_hook_leaves_the_padded_layout_unchanged():
 
 def test_auto_takes_the_layout_that_computes_least():
     model = build(*RIGHT["llama"])
-    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
-    assert choose_layout("auto", model, group_size=1, with_aux_loss=False) == "packed"
-    assert choose_layout("auto", model, group_size=4, with_aux_loss=True) == "padded"
-    assert choose_layout("padded", model, group_size=4, with_aux_loss=False) == "padded"
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == "shared_prefix"
+    assert choose_layout("auto", model, group_size=1, with_aux_loss=False).choice == "packed"
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=True).choice == "padded"
+    assert choose_layout("padded", model, group_size=4, with_aux_loss=False).choice == "padded"
     with pytest.raises(ConfigError, match="balancing loss"):
         choose_layout("packed", model, group_size=4, with_aux_loss=True)
 
@@ -259,7 +259,7 @@ def test_every_rank_falls_back_when_one_does():
 
 def test_the_first_use_check_keeps_a_correct_layout_and_the_random_state():
     model = build(*RIGHT["llama"])
-    assert choose_layout("auto", model, group_size=4, with_aux_loss=False) == "shared_prefix"
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == "shared_prefix"
     computer = LogprobComputer("shared_prefix", LogprobHead("chunked"))
     state = torch.get_rng_state()
     with torch.no_grad():

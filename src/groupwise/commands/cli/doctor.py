@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -23,6 +24,7 @@ from groupwise.commands.cli.sources import (
     trainer_arguments,
 )
 from groupwise.compat.transformers import attention_implementation
+from groupwise.compat.versions import unmet
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
@@ -77,6 +79,10 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         report.add(fail("settings", text) for text in str(error).split("\n  - ")[1:] or [str(error)])
         return
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
+    missing = unmet("transformers", ("tokenizers", "huggingface-hub", "kernels"))
+    if missing:
+        text = f"transformers {transformers.__version__} needs {', '.join(missing)}; see docs/install.md"
+        report.add([warn("versions", text)])
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
     given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings).items()}
@@ -215,7 +221,7 @@ def _trial(
 
 
 def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Finding]:
-    """Report device, precision, attention, layout, log-prob head and reference model of the run."""
+    """Report device, precision, attention, reference model and fast paths of the run."""
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     yield ok(
         "device",
@@ -224,11 +230,9 @@ def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Findi
         f"{attention_implementation(trainer.model).removeprefix('groupwise_')}",
     )
     reference = "none (beta=0)" if config.beta == 0 else type(trainer.reference).__name__
-    computer = trainer.logprob_computer
-    yield ok(
-        "layout",
-        f"sequence_layout {computer.layout}, logprob_head {computer.head.name}, reference {reference}",
-    )
+    yield ok("reference", reference)
+    for path in trainer.fast_paths():
+        yield (warn if path.warns else ok)("fast path", str(path))
 
 
 def _sampler(config: GRPOConfig, model_config: PreTrainedConfig) -> Iterable[Finding]:

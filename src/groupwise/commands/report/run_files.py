@@ -101,7 +101,20 @@ def _read_settings(path: Path) -> dict[str, Any]:
     settings = saved.get("settings")
     return {
         **{name: saved[name] for name in ("model", "world_size") if name in saved},
+        **{f"fast path, {name}": text for name, text in _fast_paths(saved.get("fast_paths")).items()},
         **masked(settings if isinstance(settings, dict) else {}, clean=redact),
+    }
+
+
+def _fast_paths(saved: Any) -> dict[str, str]:
+    """Return the choice and the reason of each fast path as text."""
+    paths = saved if isinstance(saved, dict) else {}
+    return {
+        str(name): " ".join(
+            filter(None, (str(path.get("choice")), path.get("reason") and f"({path['reason']})"))
+        )
+        for name, path in paths.items()
+        if isinstance(path, dict)
     }
 
 

@@ -18,10 +18,11 @@ from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, GenerationBackend, json_dict
 from groupwise.policy.heads.weights import changes_head, is_tied
-from groupwise.policy.introspection import CausalLM, adapters_of, is_quantized
+from groupwise.policy.introspection import CausalLM, adapters_of, has_adapter, is_quantized
 from groupwise.policy.quantization import check_quantized
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.tokenization.images import as_rgb
@@ -66,7 +67,8 @@ class Request:
 
         Args:
             sampling: fields that all requests share.
-            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
+            only_adapter: a sync sends the LoRA adapter alone; None: the flags of the servers decide.
+        max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
                 reports sampling masks, and refuses requests that are greedy or without top_k.
         """
         greedy, wanted = sampling.get("temperature", 1.0) == 0, num_logprobs(sampling)
@@ -275,6 +277,7 @@ class VLLMBackend(GenerationBackend):
         context_limit: name of the limit ``context_length`` and the way out, for an error message.
     """
 
+    only_adapter: bool | None = None
     max_logprobs: int | None = DEFAULT_MAX_LOGPROBS
     context_limit = "the server's --max-model-len {}; raise that"
 
@@ -293,6 +296,16 @@ class VLLMBackend(GenerationBackend):
     @abstractmethod
     def load_weights(self, source: PolicyWeights, step: int) -> str | None:
         """Load the weights of optimizer step ``step``; returns their digest if they were compared."""
+
+    def fast_paths(self, policy: Any) -> list[FastPath]:
+        """See :meth:`GenerationBackend.fast_paths`."""
+        paths = [FastPath("decoding", "vLLM")]
+        if has_adapter(policy):
+            sync = FastPath("weight sync", "merged weights", "vllm_engine_kwargs has no enable_lora")
+            sync = FastPath("weight sync", "adapter alone") if self.only_adapter else sync
+            by_flag = FastPath("weight sync", "adapter alone with --enable-lora of the server")
+            paths.append(by_flag if self.only_adapter is None else sync)
+        return paths
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True if vLLM reports masks, or log-probs of all top_k tokens: at most ``max_logprobs``."""

@@ -116,7 +116,7 @@ class ColocatedBackend(VLLMBackend):
         super().__init__(config, end_tokens, suppress_tokens)
         self._engine: LLM | None = engine
         self.group, self.supports_images = group, with_images
-        self.adapters = AdapterTransfer(self) if only_adapter else None
+        self.adapters, self.only_adapter = AdapterTransfer(self) if only_adapter else None, only_adapter
         self.lora_request: Any = None  # of the adapter that samples
         self._weights = EngineWeights()
         if not only_adapter:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from groupwise.compat.peft import head_adapter_problem, head_parameters
 from groupwise.errors import ConfigError
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -86,6 +85,8 @@ def changes_head(model: PreTrainedModel) -> bool:
 def parameters_of(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return weight and bias that a module computes with, with what an adapter of its own adds."""
     if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
+        from groupwise.compat.peft import head_parameters
+
         return head_parameters(head)
     return cast(torch.Tensor, head.weight), getattr(head, "bias", None)
 
@@ -110,7 +111,11 @@ def check_head(model: PreTrainedModel) -> None:
         ConfigError: such an adapter; the message names its setting.
     """
     head = model.get_output_embeddings()
-    problem = head_adapter_problem(head) if changes_head(model) else ""
+    if not changes_head(model):
+        return
+    from groupwise.compat.peft import head_adapter_problem
+
+    problem = head_adapter_problem(head)
     if not problem:
         return
     path = next((name for name, module in model.named_modules() if module is head), "lm_head")
