@@ -308,7 +308,7 @@ class BaseTrainer(Trainer):
         """
         self._window_loss = loss if self._window_loss is None else self._window_loss + loss
         if not last:
-            return torch.zeros_like(loss)
+            return torch.zeros_like(loss).as_subclass(_UncheckedZero)
         window_loss, self._window_loss = self._window_loss, None
         return window_loss
 
@@ -661,3 +661,16 @@ class BaseTrainer(Trainer):
 
 class _FinishedRunError(Exception):
     """Leave ``Trainer.train``: the checkpoint is that of the last step."""
+
+
+class _UncheckedZero(torch.Tensor):
+    """Zero that ``Trainer``'s NaN filter accepts without reading it from the device.
+
+    The filter tests the loss of every micro-batch, and each test would wait for the device.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.isnan, torch.isinf):
+            return False
+        return torch.Tensor.__torch_function__(func, (), args, kwargs)  # the result is a plain tensor
