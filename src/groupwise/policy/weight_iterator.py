@@ -69,9 +69,7 @@ def weight_iterator(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     adapters, skipped = _adapters(model)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for layer in model.modules():
-        if (
-            getattr(layer, "tied_adapter", None) is not None
-        ):  # trained rows of the embeddings, in the head too
+        if getattr(layer, "tied_adapter", None) is not None:  # trained rows, of the embeddings and the head
             uses[id(layer.get_base_layer().weight)] -= 1
     by_unit: dict[Any, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():

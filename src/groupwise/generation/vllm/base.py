@@ -67,8 +67,7 @@ class Request:
 
         Args:
             sampling: fields that all requests share.
-            only_adapter: a sync sends the LoRA adapter alone; None: the flags of the servers decide.
-        max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
+            max_logprobs: most tokens per position whose log-probs vLLM reports; it refuses more. None: it
                 reports sampling masks, and refuses requests that are greedy or without top_k.
         """
         greedy, wanted = sampling.get("temperature", 1.0) == 0, num_logprobs(sampling)
@@ -273,6 +272,7 @@ class VLLMBackend(GenerationBackend):
 
     Attributes:
         sampling: fields of ``SamplingParams`` that are the same for all requests of the run.
+        only_adapter: a sync sends the LoRA adapter alone; None: the flags of the servers decide.
         max_logprobs: most tokens per position whose log-probs vLLM reports; None: it reports sampling masks.
         context_limit: name of the limit ``context_length`` and the way out, for an error message.
     """
