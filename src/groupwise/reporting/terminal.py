@@ -74,6 +74,8 @@ COLUMNS = (
     Column("train", 7, _seconds("time/logprobs", "time/train")),
     Column("step s", 7, _number("step_time", "{:.1f}")),
 )
+#: Positions in COLUMNS in the order in which a narrow terminal leaves them out: phases before the whole step.
+LEFT_OUT = (5, 6, 4, 3, 2, 1, 0, 7)
 
 
 class LogTable:
@@ -118,7 +120,7 @@ class LogTable:
             Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), "bold"),
             *(curve, *COLUMNS, *extra, end),
         ]
-        for least in (*reversed(COLUMNS), end, curve, *reversed(extra)):
+        for least in (*(COLUMNS[place] for place in LEFT_OUT), end, curve, *reversed(extra)):
             if width is not None and sum(abs(column.width) + 1 for column in columns) > width:
                 columns.remove(least)
         header = " ".join(_aligned(column.title, column.width) for column in columns)

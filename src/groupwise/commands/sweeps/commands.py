@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 
 from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError, warn_once
-from groupwise.reporting.metrics_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -153,4 +152,6 @@ def _is_running(directory: Path) -> bool:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a file that appears with its whole content."""
-    replace_file(path, json.dumps(content, default=str).encode())
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, default=str), encoding="utf-8")
+    os.replace(partial, path)
