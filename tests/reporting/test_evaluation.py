@@ -134,7 +134,7 @@ def test_pass_at_k_of_several_reward_functions(tmp_path):
 
 
 def test_the_gain_is_the_difference_by_prompt(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupwise.reporting.evaluation.gain_interval", lambda _, look: (-look, look))
+    monkeypatch.setattr("groupwise.core.confidence.gain_interval", lambda _, look: (-look, look))
     passed = [1, 4, 0]
 
     def learning(number, completion_ids, **_):
