@@ -142,6 +142,18 @@ def test_a_hook_that_resamples_from_the_loader_of_the_run_is_refused_before_the_
     trainer(tmp_path, kind=Counting)
 
 
+def test_the_length_of_the_loader_may_be_read_in_a_method_with_a_loop(tmp_path):
+    class Counting(GRPOTrainer):
+        def count(self):
+            return [len(self.callback_handler.train_dataloader) for _ in range(2)]
+
+        def count_once(self):
+            number = len(self.callback_handler.train_dataloader)
+            return [number for _ in range(2)]
+
+    assert run(tmp_path, kind=Counting).train_dataset is not None
+
+
 def test_images_of_a_hook_are_refused(tmp_path):
     class Theirs(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):

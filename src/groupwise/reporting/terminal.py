@@ -62,8 +62,7 @@ def _reward(logs: Logs) -> str:
     return f"{logs['reward']:.3f}{deviation}"
 
 
-#: Columns between the sparkline and the metrics of the user; a narrow terminal lacks the last of them. Times
-#: are seconds of one optimizer step.
+#: Columns between the sparkline and the metrics of the user. Times are seconds of one optimizer step.
 COLUMNS = (
     Column("length", 7, _number("completions/mean_length", "{:.1f}")),
     Column("zero std", 8, _number("frac_reward_zero_std", "{:.0%}")),
@@ -74,8 +73,8 @@ COLUMNS = (
     Column("train", 7, _seconds("time/logprobs", "time/train")),
     Column("step s", 7, _number("step_time", "{:.1f}")),
 )
-#: Positions in COLUMNS in the order in which a narrow terminal leaves them out: phases before the whole step.
-LEFT_OUT = (5, 6, 4, 3, 2, 1, 0, 7)
+#: Titles in the order in which a narrow terminal leaves the columns out: phases before the whole step.
+LEFT_OUT = ("reward", "train", "generate", "entropy", "step s", "grad", "zero std", "length")
 
 
 class LogTable:
@@ -120,7 +119,8 @@ class LogTable:
             Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), "bold"),
             *(curve, *COLUMNS, *extra, end),
         ]
-        for least in (*(COLUMNS[place] for place in LEFT_OUT), end, curve, *reversed(extra)):
+        by_title = {column.title: column for column in COLUMNS}
+        for least in (*(by_title[title] for title in LEFT_OUT), end, curve, *reversed(extra)):
             if width is not None and sum(abs(column.width) + 1 for column in columns) > width:
                 columns.remove(least)
         header = " ".join(_aligned(column.title, column.width) for column in columns)

@@ -145,8 +145,17 @@ def _code_of(part: Any) -> Iterator[CodeType]:
 
 
 def _iterates_loader(code: CodeType) -> bool:
-    loops = "iter" in code.co_names or any(one.opname == "GET_ITER" for one in dis.get_instructions(code))
-    return loops and {"callback_handler", "train_dataloader"} <= {*code.co_names}
+    """Return True if the code has a loop, and reads the loader for more than its length."""
+    if not {"callback_handler", "train_dataloader"} <= {*code.co_names}:
+        return False
+    steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
+    loops = "iter" in code.co_names or any(one.opname == "GET_ITER" for one in steps)
+    # len(self.callback_handler.train_dataloader): the function, self, two attributes, the call.
+    return loops and any(
+        not (steps[place - 3].argval == "len" and steps[place + 1].opname.startswith("CALL"))
+        for place, one in enumerate(steps)
+        if one.argval == "train_dataloader"
+    )
 
 
 def check_settings(args: GRPOConfig, processing_class: Any) -> None:
