@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
@@ -178,3 +179,20 @@ def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), target
+
+
+def test_the_version_is_the_same_everywhere():
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"', project, flags=re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    date = citation["date-released"]
+    assert citation["version"] == version
+    assert f"\n## {version}, {date:%Y-%m-%d}: " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_report_of_a_bug_asks_for_a_replay_bundle():
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")}
+    assert {"bug", "feature", "gpu", "config"} == set(forms)
+    text = "".join(part["attributes"].get("description", "") for part in forms["bug"]["body"])
+    for command in ("groupwise env", "--bundle bug.zip", "groupwise doctor --config run.yaml"):
+        assert command in text
