@@ -496,6 +496,8 @@ class GRPOTrainer(
         metrics, stats = self.metrics["train"], self.window.stats
         flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward
         metrics.record(metrics.timer.close_step(stats.tokens, flops))
+        if self.logprob_computer.fell_back:
+            metrics.record({"layout_fell_back": Mean(1.0)})
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

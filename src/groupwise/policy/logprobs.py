@@ -1,7 +1,7 @@
 """Log-prob computation in the sequence layout of the run.
 
-The layout is chosen once and compared with the padded layout on the first rows; if they differ, the run uses
-the padded layout.
+The layout is chosen once and compared with the padded layout on the first rows. If they differ, the run uses
+the padded layout; if ``sequence_layout`` names the layout, it ends with an error.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ class LogprobComputer:
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
+        explicit: the user chose the layout by its name: a failed check is an error, not a fallback.
 
     Attributes:
         paths: states of layout and head.
+        fell_back: the check has failed, so that "auto" became "padded" during the run.
     """
 
     def __init__(
@@ -94,12 +96,15 @@ class LogprobComputer:
         *,
         sharded: bool = False,
         mixed_precision: torch.dtype | None = None,
+        explicit: bool = False,
     ) -> None:
         self.layout = layout
         self.head = head
         self.any_rank = any_rank
         self.sharded = sharded
         self.mixed_precision = mixed_precision
+        self.explicit = explicit
+        self.fell_back = False
         self.checked = layout == "padded"
         self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
@@ -124,6 +129,9 @@ class LogprobComputer:
 
         Returns:
             log-probs and entropies (B, T), float32.
+
+        Raises:
+            ConfigError: an explicit layout fails its check.
         """
         # Installs the attention hook of models created later, such as a reference; others are padded.
         shared = self.layout == "shared_prefix"
@@ -139,7 +147,8 @@ class LogprobComputer:
         return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
-        """Compare the layout with the padded layout on a few rows; fall back to it if the layout is wrong."""
+        """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""
+        cause: RuntimeError | None = None
         dtype = self.mixed_precision or next(model.parameters()).dtype
 
         def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
@@ -152,12 +161,17 @@ class LogprobComputer:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            passed, message = False, f"cannot be checked: {error}"
+            passed, message, cause = False, f"cannot be checked: {type(error).__name__}: {error}", error
         if not self.any_rank(not passed):
             return
-        message = "fails its check on another rank" if passed else message
-        logger.warning("sequence_layout=%s %s; using sequence_layout='padded'", self.layout, message)
+        message = f"{self.layout!r} {'fails its check on another rank' if passed else message}"
+        if self.explicit:
+            raise ConfigError(
+                f"sequence_layout={message}; use 'padded', or 'auto', which falls back to it with a warning"
+            ) from cause
+        logger.warning("sequence_layout=%s; using sequence_layout='padded'", message)
         self.layout, self.paths[0] = "padded", FastPath("layout", "padded", message, True)
+        self.fell_back = True
 
 
 def make_logprob_computer(
@@ -190,6 +204,7 @@ def make_logprob_computer(
         partial(any_rank, accelerator),
         sharded=is_sharded(accelerator),
         mixed_precision=autocast_dtype(accelerator),
+        explicit=config.sequence_layout != "auto",
     )
     chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
     of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)

@@ -35,12 +35,14 @@ class MetricsFileCallback(TrainerCallback):
 
     Args:
         fast_paths: returns the states of the run's fast paths, which are logged in one line when training
-            begins, as a warning if one is slow for a reason that is not the user's choice.
+            begins, as a warning if one is slow for a reason that is not the user's choice. The file has their
+            states at the last log.
     """
 
     def __init__(self, fast_paths: Callable[[], Sequence[FastPath]] = tuple) -> None:
         super().__init__()
         self._fast_paths = fast_paths
+        self._settings: dict[str, Any] = {}
         self._has_trained = False
         self._start: int | None = None  # of the evaluations before training in the file
 
@@ -62,14 +64,17 @@ class MetricsFileCallback(TrainerCallback):
             paths = self._fast_paths()
             level = logging.WARNING if any(path.warns for path in paths) else logging.INFO
             logger.log(level, " · ".join(map(str, paths)))
-            settings = {
-                "model": model,
-                "world_size": args.world_size,
-                "fast_paths": {path.name: path._asdict() for path in paths},
-                "settings": args.to_dict(),
-            }
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_name(SETTINGS_FILE).write_text(redacted_json(settings) + "\n", encoding="utf-8")
+            self._settings = {"model": model, "world_size": args.world_size, "settings": args.to_dict()}
+            self._write_settings(path.with_name(SETTINGS_FILE), paths)
+
+    def _write_settings(self, path: Path, paths: Sequence[FastPath]) -> None:
+        """Write the settings at the beginning of training with these fast paths, unless the file has them."""
+        by_name = {one.name: one._asdict() for one in paths}
+        if self._settings.get("fast_paths") == by_name:
+            return
+        self._settings["fast_paths"] = by_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, redacted_json(self._settings).encode() + b"\n")
 
     def on_log(
         self,
@@ -96,6 +101,9 @@ class MetricsFileCallback(TrainerCallback):
                 if self._start is None:
                     self._start = file.tell()
                 file.write(json.dumps(record).encode() + b"\n")
+        if self._settings:  # training has begun
+            with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
+                self._write_settings(path.with_name(SETTINGS_FILE), self._fast_paths())
 
 
 def _plain(value: Any) -> Any:

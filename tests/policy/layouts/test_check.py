@@ -5,6 +5,7 @@ Files: ``policy/attention.py``, ``policy/layouts/padded.py``.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache, partial
 
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from support.batches import packed, token_batch
+from support.runs import trainer
 from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.overrides import TorchFunctionMode
 
+from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layouts.check import check_layout, float32_computation, probe_rows
@@ -322,3 +325,35 @@ def test_a_model_that_does_not_run_in_float32_is_padded(caplog):
     assert computer.layout == "padded" and "cannot be checked: " in caplog.text
     padded = compute_padded_logprobs(model, completions(), HEAD, with_entropy=False)
     assert torch.equal(scores.logps_BT, padded.logps_BT)
+
+
+def broken_kernel(self, *_):
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+def test_a_layout_of_the_user_that_fails_its_check_is_an_error(monkeypatch):
+    monkeypatch.setattr(PackedAttention, "__call__", broken_kernel)
+    model = build(*RIGHT["llama"])
+    assert install_attention_hook(model)
+    computer = LogprobComputer("packed", HEAD, explicit=True)
+    with pytest.raises(ConfigError, match=r"'packed' cannot be checked: .*no kernel image.*'auto'") as raised:
+        computer(model, completions(), with_entropy=False)
+    assert isinstance(raised.value.__cause__, RuntimeError) and not computer.checked
+    monkeypatch.undo()  # an error on every rank, also where the check passes
+    computer = LogprobComputer("packed", HEAD, any_rank=lambda _: True, explicit=True)
+    with pytest.raises(ConfigError, match="'packed' fails its check on another rank"):
+        computer(model, completions(), with_entropy=False)
+
+
+def test_a_run_names_the_layout_by_its_setting_and_auto_falls_back_in_sight(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedAttention, "__call__", broken_kernel)
+    for layout in ("packed", "shared_prefix"):
+        with pytest.raises(ConfigError, match=f"sequence_layout='{layout}' cannot be checked"):
+            trainer(tmp_path, sequence_layout=layout, max_steps=1).train()
+    run = trainer(tmp_path, max_steps=2, logging_steps=1, beta=0.0, learning_rate=1e-3)
+    run.train()
+    assert run.state.log_history[0]["layout_fell_back"] == run.state.log_history[1]["layout_fell_back"] == 1
+    saved = json.loads((tmp_path / "settings.json").read_text())
+    assert saved["fast_paths"]["layout"]["choice"] == "padded" and saved["settings"]["learning_rate"] == 1e-3
+    assert "no kernel image" in saved["fast_paths"]["layout"]["reason"]
+    assert saved["fast_paths"]["layout"]["warns"]

@@ -232,7 +232,7 @@ def test_the_first_use_check_finds_computation_across_packed_sequences(caplog):
     with caplog.at_level(logging.WARNING):
         scores = computer(model, completions(), with_entropy=False)
     assert computer.layout == "padded"
-    assert "sequence_layout=shared_prefix does not reproduce this model's log-probs" in caplog.text
+    assert "sequence_layout='shared_prefix' does not reproduce this model's log-probs" in caplog.text
     padded = compute_padded_logprobs(model, completions(), LogprobHead("chunked"), with_entropy=False)
     assert torch.equal(scores.logps_BT, padded.logps_BT)
 
