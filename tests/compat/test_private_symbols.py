@@ -25,6 +25,7 @@ from huggingface_hub import HfApi
 from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import trainer as trainer_module
 
 from groupwise import GRPOTrainer, compat
@@ -304,6 +305,14 @@ def test_sdpa_attention_computes_softmax_attention():
     mask = torch.ones(4, 4).tril().log()
     expected = ((query @ key.transpose(-1, -2) + mask).softmax(-1) @ value).transpose(1, 2)
     torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_groups_of_heads(dtype):
+    query, key = torch.randn(1, 4, 8, 16, dtype=dtype), torch.randn(1, 2, 8, 16, dtype=dtype)
+    assert compat_torch.has_fused_gqa(query, key, key)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not compat_torch.has_fused_gqa(query, key, key)
 
 
 def test_native_bf16_of_the_cpu():

@@ -164,6 +164,12 @@ def test_bf16_is_off_elsewhere_with_one_warning(build, monkeypatch, caplog):
     assert said == ["bf16 is off, training in float32: the cpu device does not compute bfloat16 natively"]
 
 
+def test_a_gpu_without_bf16_is_pointed_to_fp16(build, monkeypatch, caplog):
+    _on(monkeypatch, "cuda", native=False)
+    assert build(bf16=None).bf16 is False
+    assert "the cuda device does not compute bfloat16 natively; fp16=True trains in half" in caplog.text
+
+
 def test_bf16_gives_way_to_fp16(build, monkeypatch):
     _on(monkeypatch, "cpu", native=True)
     config = build(bf16=None, fp16=True)

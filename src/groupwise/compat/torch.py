@@ -59,6 +59,19 @@ def skip_buffer_broadcast(model: nn.Module) -> None:
         wrapper.require_forward_param_sync = False
 
 
+def has_fused_gqa(query_BHQD: torch.Tensor, key_BJKD: torch.Tensor, value_BJKD: torch.Tensor) -> bool:
+    """Return True if a fused kernel computes causal attention with ``enable_gqa`` for these tensors.
+
+    Otherwise math attention would, with a matrix of scores per query head (flash attention alone takes groups
+    of heads, in half precision and on Ampere or newer).
+    """
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    choice = torch._fused_sdp_choice(query_BHQD, key_BJKD, value_BJKD, is_causal=True, enable_gqa=True)
+    return choice not in (SDPBackend.MATH.value, SDPBackend.ERROR.value)
+
+
 def has_out_dtype() -> bool:
     """Return True if products of half-precision matrices can have a float32 result on CUDA (since 2.8)."""
     import torch

@@ -209,8 +209,9 @@ def resolve_precision(config: GRPOFields) -> None:
     if not config.bf16:
         warn_once(
             logger,
-            "bf16 is off, training in float32: the %s device does not compute bfloat16 natively",
+            "bf16 is off, training in float32: the %s device does not compute bfloat16 natively%s",
             device_type,
+            "; fp16=True trains in half precision on it" if device_type == "cuda" else "",
         )
     elif device_type == "cpu":
         config.use_cpu = True  # TrainingArguments accepts bf16 on a CPU only with use_cpu

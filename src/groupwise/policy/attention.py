@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from groupwise.compat.torch import has_fused_gqa
 from groupwise.compat.transformers import (
     attention_implementation,
     is_flash_attention,
@@ -114,10 +115,10 @@ def grouped_query_attention(
     mask_B1QK: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute masked attention with H / J query heads per key-value head, without copies of the keys.
+    """Compute masked attention with H / J query heads per key-value head, in a fused kernel.
 
-    The query heads of a key-value head are reshaped to further queries of it, so that every fused kernel
-    accepts the mask.
+    With a mask, the query heads of a key-value head are reshaped to further queries of it, so that every
+    kernel accepts them. Without one, keys are copied only where no kernel takes groups of heads.
 
     Args:
         query_BHQD, key_BJKD, value_BJKD: projections.
@@ -130,6 +131,16 @@ def grouped_query_attention(
     batch, heads, length, size = query_BHQD.shape
     kv_heads = key_BJKD.shape[1]
     if mask_B1QK is None:
+        device = query_BHQD.device.type
+        if torch.is_autocast_enabled(
+            device
+        ):  # as sdpa would: the dtype decides which kernels take the tensors
+            dtype = torch.get_autocast_dtype(device)
+            query_BHQD, key_BJKD, value_BJKD = (x.to(dtype) for x in (query_BHQD, key_BJKD, value_BJKD))
+        if heads != kv_heads and not has_fused_gqa(query_BHQD, key_BJKD, value_BJKD):
+            # Memory-efficient attention, for float32 and GPUs before Ampere, takes no groups of heads.
+            key_BJKD, value_BJKD = (x.repeat_interleave(heads // kv_heads, 1) for x in (key_BJKD, value_BJKD))
+            kv_heads = heads
         return scaled_dot_product_attention(
             query_BHQD, key_BJKD, value_BJKD, scale=scale, is_causal=True, enable_gqa=heads != kv_heads
         )

@@ -14,8 +14,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from support.batches import packed, token_batch
 from support.runs import trainer
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from groupwise.errors import ConfigError
+from groupwise.policy import attention
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layouts.packed import pack_sequences, unsupported
@@ -267,6 +270,37 @@ def test_the_first_use_check_keeps_a_correct_layout_and_the_random_state():
     assert computer.layout == "shared_prefix" and model.training
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_keys_are_expanded_where_no_fused_kernel_takes_groups_of_heads(monkeypatch, autocast):
+    """As on a GPU before Ampere or in float32, where math attention would hold all scores."""
+    calls = []
+
+    def remember(query, key, value, **settings):
+        calls.append((key.shape[1], settings["enable_gqa"], query.dtype))
+        return scaled_dot_product_attention(query, key, value, **settings)
+
+    def run():
+        torch.manual_seed(0)
+        shapes = ((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = attention.grouped_query_attention(*inputs, None)
+            assert torch.equal(out, scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True))
+        return [out.float(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", remember)
+    dtype = torch.bfloat16 if autocast else torch.float32
+    grouped = run()
+    with sdpa_kernel(SDPBackend.MATH):  # the choice where no other kernel takes groups
+        run()
+    monkeypatch.setattr(attention, "has_fused_gqa", lambda query, *_: query.dtype is not dtype)
+    expanded = run()
+    assert calls == [(2, True, dtype), (4, False, dtype), (4, False, dtype)]
+    for ours, theirs in zip(expanded, grouped, strict=True):
+        rounding = 2**-6 if autocast else 1e-5
+        torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
 def test_gradients_do_not_depend_on_the_order_of_threads():
