@@ -118,7 +118,7 @@ def table(results: Results) -> str:
     columns = [(where, metric) for where in ("in", "out") for metric in ("pass@1", f"maj@{k}", f"pass@{k}")]
     names = {"in": tasks.TRAINED, "out": tasks.UNSEEN}
     lines = [
-        "| cell | seeds | " + " | ".join(f"{metric}, {where}" for where, metric in columns) + " |",
+        "| run | seeds | " + " | ".join(f"{metric}, {where}" for where, metric in columns) + " |",
         "|---" * (len(columns) + 2) + "|",
     ]
     for cell, runs in results.items():
@@ -161,7 +161,7 @@ def gains(results: Results) -> str:
     The intervals are 95 % confidence sequences over the questions of one run: valid after every evaluation.
     """
     keys = {name: f"eval_{name}_pass@1_gain" for name in TASKS}
-    lines = ["| cell | seed | " + " | ".join(keys) + " |", "|---" * (len(keys) + 2) + "|"]
+    lines = ["| run | seed | " + " | ".join(keys) + " |", "|---" * (len(keys) + 2) + "|"]
     for cell, runs in results.items():
         if not any(key in run["evaluation"] for key in keys.values() for run in runs):
             continue  # the initial model
@@ -203,7 +203,7 @@ def decided_gains(results: Results, metric: str = "pass@1") -> dict[tuple[str, s
 def verdicts(results: Results) -> str:
     """Return the gain of every method in every task with its half-width and verdict."""
     found = decided_gains(results)
-    lines = ["| cell | " + " | ".join(TASKS) + " |", "|---" * (len(TASKS) + 1) + "|"]
+    lines = ["| run | " + " | ".join(TASKS) + " |", "|---" * (len(TASKS) + 1) + "|"]
     for cell in dict.fromkeys(cell for cell, _ in found):
         gains_ = [found.get((cell, task)) for task in TASKS]
         shown = [f"{one}: **{one.verdict()}**" if one else "-" for one in gains_]
@@ -407,7 +407,7 @@ def _accuracy(run: Mapping[str, Any]) -> float:
 
 def ablations(results: Results) -> str:
     """Return reward and accuracy of the ablations, and their differences from the unchanged runs."""
-    lines = ["| cell | seeds | mean reward | difference | pass@1, chains | difference | pass@1, out |"]
+    lines = ["| run | seeds | mean reward | difference | pass@1, chains | difference | pass@1, out |"]
     lines.append("|---" * 7 + "|")
     for cell, decided in decided_ablations(results).items():
         runs = results[cell]
@@ -530,7 +530,7 @@ def against_trl(results: Results) -> str:
 
 def equal_micro_batches(results: Results) -> str:
     """Return the processor seconds of runs on one machine, of which two have the same micro-batches."""
-    lines = ["| cell | micro-batches | processor s of 15 steps | TRL's divided by it |", "|---" * 4 + "|"]
+    lines = ["| run | micro-batches | processor s of 15 steps | TRL's divided by it |", "|---" * 4 + "|"]
     total = results[f"trl {ONE_MACHINE}"][0]["step_processor_seconds"][14]
     for cell in ("resampled", "micro_batches_4", "trl"):
         run = results[f"{cell} {ONE_MACHINE}"][0]

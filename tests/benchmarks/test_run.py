@@ -128,7 +128,7 @@ def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     shown = figures.main([str(tmp_path)]).splitlines()
     assert (
         shown[0]
-        == "| cell | seeds | pass@1, in | maj@4, in | pass@4, in | pass@1, out | maj@4, out | pass@4, out |"
+        == "| run | seeds | pass@1, in | maj@4, in | pass@4, in | pass@1, out | maj@4, out | pass@4, out |"
     )
     assert shown[2] == "| grpo_outcome | 3 |" + " 40.0% ± 49.7% |" * 3 + " - |" * 3
     assert shown[3] == "| sft | 1 |" + " 25.0% |" * 3 + " - |" * 3
