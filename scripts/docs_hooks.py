@@ -15,10 +15,32 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Convert formulas to MathML, which needs no script, and let code break after dots."""
+    """Convert formulas to MathML, which needs no script, and let code in running text break after dots."""
     formula = r'<(span|div) class="arithmatex">\\[\(\[](.*?)\\[\)\]]</\1>'
     content = re.sub(formula, _as_mathml, content, flags=re.DOTALL)
-    return re.sub(r"<code>([^<]*)</code>", _with_breaks, content)
+    # Blocks wrap at spaces; a <wbr> inside them would be part of what is selected and searched.
+    parts = re.split(r"(<pre>.*?</pre>)", content, flags=re.DOTALL)
+    parts[::2] = [re.sub(r"<code>([^<]*)</code>", _with_breaks, part) for part in parts[::2]]
+    return re.sub(r"<table>.*?</table>", _as_stack, "".join(parts), flags=re.DOTALL)
+
+
+def _as_stack(found: re.Match[str]) -> str:
+    """Mark a table of three columns or more with long texts: on a phone its rows are lists with labels."""
+    head, _, body = found[0].partition("</thead>")
+    titles = re.findall(r"<th[^>]*>(.*?)</th>", head, flags=re.DOTALL)
+    rows = re.findall(r"<tr>.*?</tr>", body, flags=re.DOTALL)
+    cells = [re.findall(r"<td([^>]*)>(.*?)</td>", row, flags=re.DOTALL) for row in rows]
+    texts = [re.sub(r"<[^>]+>", "", text) for row in cells for _, text in row]
+    if len(titles) < 3 or max(map(len, texts), default=0) < 40:
+        return found[0]
+    labels = [html.escape(re.sub(r"<[^>]+>", "", html.unescape(title))) for title in titles]
+    for row, given in zip(rows, cells, strict=True):
+        lines = [
+            f'<td data-label="{label}"{style}>{text}</td>'
+            for label, (style, text) in zip(labels, given, strict=True)
+        ]
+        body = body.replace(row, f"<tr>{''.join(lines)}</tr>", 1)
+    return f"{head.replace('<table>', '<table data-stacked>')}</thead>{body}"
 
 
 def _with_breaks(found: re.Match[str]) -> str:

@@ -18,8 +18,8 @@ import pytest
 from support.browser import PHONE, ROUNDING, browse, with_browser
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Opens every page in a frame as wide as a phone and posts its measurements. `split` are words of names in
-#: definition lists and tables that continue on a second line; `scrolling` formulas wider than their line.
+#: Opens every page in a frame and posts its measurements. `split` are words of names in definition lists and
+#: tables that continue on a second line; `cut` blocks of code, and tables of texts, wider than their frame.
 HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
 async function measure(path) {
   const frame = document.createElement("iframe");
@@ -47,9 +47,13 @@ async function measure(path) {
     const height = fence.getBoundingClientRect().height;
     if (height < 0.66 * row) short.push([fence.parentElement.textContent, height, row]);
   }
+  const cut = [...page.querySelectorAll("pre > code, table[data-stacked]")].filter(
+    (block) => Math.max(block.scrollWidth, block.offsetWidth) > block.parentElement.clientWidth + 1
+  );
   const style = frame.contentWindow.getComputedStyle(page.body);
   const result = {
-    path, split, short, width: page.documentElement.scrollWidth, colour: style.color,
+    path, split, short, cut: cut.map((block) => block.textContent.slice(0, 60)),
+    width: page.documentElement.scrollWidth, colour: style.color,
     background: style.backgroundColor, scheme: page.body.dataset.mdColorScheme,
     formulas: page.querySelectorAll("math").length,
   };
@@ -142,9 +146,11 @@ def test_every_page_has_the_style_sheet_and_both_colour_schemes(site):
     assert "word-break: normal" in rules[".md-typeset code"]
 
 
-def measure(paths: Sequence[str], site: Path, profile: Path, dark: bool = False) -> list[dict]:
-    """Return the measurements of these pages of the site."""
-    harness = HARNESS % {"width": PHONE, "paths": json.dumps(sorted(paths))}
+def measure(
+    paths: Sequence[str], site: Path, profile: Path, dark: bool = False, width: int = PHONE
+) -> list[dict]:
+    """Return the measurements of these pages of the site, in a frame of this width."""
+    harness = HARNESS % {"width": width, "paths": json.dumps(sorted(paths))}
     return browse(harness, site, profile, dark)[0]
 
 
@@ -156,6 +162,30 @@ def test_pages_fit_a_phone(site, tmp_path):
     assert {page["path"]: page["width"] for page in results if page["width"] > PHONE + ROUNDING} == {}
     assert {page["path"]: page["split"] for page in results if page["split"]} == {}
     assert {page["path"]: page["short"] for page in results if page["short"]} == {}
+    assert {page["path"]: page["cut"] for page in results if page["cut"]} == {}
+
+
+@with_browser
+def test_no_code_is_cut_on_a_laptop(site, tmp_path):
+    paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
+    results = measure(paths, site, tmp_path / "profile", width=1440)
+    assert {page["path"]: page["cut"] for page in results if page["cut"]} == {}
+
+
+def test_breaks_are_in_running_text_alone(site):
+    pages = {str(page.relative_to(site)): page.read_text() for page in site.rglob("index.html")}
+    assert any("<wbr>" in page for page in pages.values())
+    blocks = [
+        (name, block) for name, page in pages.items() for block in re.findall(r"<pre.*?</pre>", page, re.S)
+    ]
+    assert len(blocks) > 100 and [name for name, block in blocks if "<wbr>" in block] == []
+
+
+def test_a_table_of_texts_has_labels_for_a_phone(site):
+    page = (site / "metrics" / "index.html").read_text()
+    assert '<td data-label="healthy">rises</td>' in page and "<table>" not in page
+    numbers = (site / "learning" / "index.html").read_text()
+    assert "<table>" in numbers  # numbers stay beside each other and scroll
 
 
 @with_browser
