@@ -91,6 +91,7 @@ def test_ranks_with_different_keys():
 def test_detached_metrics_are_plain_and_complete():
     metrics = {
         "m": Mean(torch.tensor(3.0), torch.tensor(2)),
+        "many": Mean(torch.tensor([2.5]), torch.tensor(2**24 + 1)),  # no float32 has this count
         "s": Sum(1.5),
         "hi": Max(torch.tensor(2.0)),
         "lo": Min(0),
@@ -98,6 +99,7 @@ def test_detached_metrics_are_plain_and_complete():
     plain = detach_metrics(metrics)
     assert plain == {
         "m": ("Mean", (3.0, 2)),
+        "many": ("Mean", (2.5, 2**24 + 1)),
         "s": ("Sum", (1.5,)),
         "hi": ("Max", (2.0,)),
         "lo": ("Min", (0.0,)),
@@ -105,7 +107,8 @@ def test_detached_metrics_are_plain_and_complete():
     assert all(type(number) in (float, int) for _, numbers in plain.values() for number in numbers)
     again = attach_metrics(plain)
     assert {name: type(r) for name, r in again.items()} == {name: type(r) for name, r in metrics.items()}
-    assert {name: r.value() for name, r in again.items()} == {"m": 1.5, "s": 1.5, "hi": 2.0, "lo": 0.0}
+    values = {name: again[name].value() for name in ("m", "s", "hi", "lo")}
+    assert values == {"m": 1.5, "s": 1.5, "hi": 2.0, "lo": 0.0}
 
 
 def test_one_name_of_two_kinds_is_refused():

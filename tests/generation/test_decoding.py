@@ -43,6 +43,7 @@ from groupwise.compat.torch import has_onednn_linear
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu.linear import replace_linears
 from groupwise.errors import BackendError
+from groupwise.generation import decoding
 from groupwise.generation.decoding import (
     OneQueryAttention,
     can_decode_groups,
@@ -227,6 +228,23 @@ def test_nan_logits_raise_a_backend_error(value):
     scores[1, 3] = value
     with pytest.raises(BackendError, match="logits are NaN or infinite"):
         sample_tokens(scores, True)
+
+
+def test_sampling_on_an_accelerator_draws_as_torch_does_and_reports_nan_once(monkeypatch):
+    probabilities = torch.randn(64, 500).softmax(-1)
+    probabilities[:, ::3] = 0
+    expected = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(3)).squeeze(1)
+    probabilities[7, 2] = torch.nan
+    tokens = decoding.unchecked_multinomial(probabilities, torch.Generator().manual_seed(3))
+    assert tokens[7] == decoding.NO_TOKEN
+    assert torch.equal(tokens.where(torch.arange(64) != 7, expected), expected)
+    monkeypatch.setattr(decoding, "multinomial", decoding.unchecked_multinomial)
+    model = tiny("llama")
+    config = settings(do_sample=True, max_new_tokens=4)
+    assert [len(completion.token_ids) for completion in by_groups(model, PROMPTS, config)]
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(BackendError, match="logits are NaN or infinite"):
+        by_groups(model, PROMPTS, config)
 
 
 def test_weights_are_packed_again_in_every_generation():

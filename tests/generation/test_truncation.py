@@ -9,6 +9,7 @@ import torch
 from support.truncation import kept_by_top_p
 from test_decoding import PROMPTS, by_generate, by_groups, settings, tiny
 
+from groupwise.generation import truncation
 from groupwise.generation.continuous_batching import ContinuousBatchingBackend
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.generation.truncation import make_recorder
@@ -69,6 +70,29 @@ def test_the_kept_tokens_of_every_sampled_token_are_recorded(changes, grouped, m
         )
         if {"top_p", "top_k", "min_p"} & set(changes):
             assert sets == expected_sets(logits_after(model, prompt, completion.token_ids), changes)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 1 << 28])
+def test_steps_may_wait_on_the_device_and_become_ids_together(limit, monkeypatch):
+    """As on an accelerator; on a CPU each step becomes ids at once."""
+    torch.manual_seed(0)
+    rows = [torch.tensor(rows) for rows in ([0, 1, 2], [0, 1, 2], [2, 0], [0])]
+    scores = [torch.randn(len(rows_R), 20) for rows_R in rows]
+    scores = [each.masked_fill(each < 0.3, -torch.inf) for each in scores]
+    scores[1][0] = 1.0  # the whole vocabulary
+    monkeypatch.setitem(truncation._PENDING_BYTES, "cpu", limit)
+    recorder = truncation.SamplingMaskRecorder()
+    for scores_RV, rows_R in zip(scores, rows, strict=True):
+        recorder.record(scores_RV, rows_R)
+    for row, mask in enumerate(recorder.completions(4)):
+        kept = [
+            [token for token, score in enumerate(values) if score > -torch.inf]
+            for scores_RV, rows_R in zip(scores, rows, strict=True)
+            for index, values in zip(rows_R.tolist(), scores_RV.tolist(), strict=True)
+            if index == row
+        ]
+        steps = [[] if len(ids) == 20 else ids for ids in kept]
+        assert lists(mask) == steps + [[]] * (4 - len(steps))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ MIXINS = [
     *_of(
         "loss",
         ("(groups_B[: len(groups_B) - num_padding_rows] >= 0)", "(groups_B >= 0)"),
-        ("int(batch.loss_mask_BT.sum()) for", "int(batch.completion_mask_BT.numel()) for"),
-        ("sum(int(mask_BT.sum()) for", "sum(int(mask_BT.numel()) for"),
+        (
+            "[batch.loss_mask_BT.sum() for",
+            "[torch.ones_like(batch.completion_mask_BT).sum() for",
+        ),
+        ("mask_BT.sum(dtype=torch.long) for", "torch.ones_like(mask_BT).sum(dtype=torch.long) for"),
         (
             "if self.args.use_adaptive_entropy else None",
             "if not self.args.use_adaptive_entropy else None",

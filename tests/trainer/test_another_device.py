@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,26 @@ def results(tmp_path_factory) -> Path:
     return output
 
 
+#: Waits of two optimizer steps with truncated samples, by file: lower a number, do not raise one. Of each
+#: generation: a wait per token, the kept tokens twice, the tokens; of each log: one.
+WAITS = {
+    "compat/transformers.py": 0,
+    "core/metrics.py": 2,
+    "data/rebalancing.py": 6,
+    "distributed.py": 1,
+    "generation/decoding.py": 15,
+    "generation/transformers_backend.py": 8,
+    "generation/truncation.py": 4,
+    "hf/base.py": 11,
+    "mixins/loss.py": 2,
+    "policy/heads/capture.py": 3,
+    "policy/layouts/check.py": 7,
+    "policy/layouts/packed.py": 3,  # two micro-batches, and that of the layout check
+    "policy/logprob_mismatch.py": 2,
+    "records/tensors.py": 9,
+}
+
+
 def trained(results: Path, device: str, name: str) -> tuple[dict[str, torch.Tensor], float]:
     """Return weights after the run, and the gradient norm of its first step."""
     error = results / f"{device}-{name}.txt"
@@ -38,6 +59,14 @@ def test_the_update_is_that_of_the_cpu(results, name):
     assert norm > 100 * ROUNDING and weights.keys() == expected.keys()
     for key in weights:
         assert (weights[key] - expected[key]).abs().max() < ROUNDING, key
+
+
+def test_the_host_waits_for_the_device_as_often_as_listed(results):
+    counts = json.loads((results / "simulated-samples.json").read_text())
+    waits = {key.removeprefix("waits "): count for key, count in counts.items() if key.startswith("waits ")}
+    assert waits["generation/decoding.py"] > 4  # counting works
+    assert {name: count for name, count in waits.items() if count > WAITS.get(name, 0)} == {}
+    assert counts["copies policy/layouts/packed.py"] == waits["policy/layouts/packed.py"]  # one per packing
 
 
 @pytest.mark.parametrize("name", device_worker.SAMPLED)

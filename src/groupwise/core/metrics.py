@@ -94,9 +94,28 @@ def merge_metrics(parts: Iterable[Mapping[str, Reduction]]) -> Metrics:
 
 
 def detach_metrics(metrics: Mapping[str, Reduction]) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """Convert to plain Python numbers ``{name: (kind, numbers)}``, for checkpoints and other ranks."""
+    """Convert to plain Python numbers ``{name: (kind, numbers)}``, for checkpoints and other ranks.
+
+    Tensors are read together, once per dtype and device: each read waits for the device.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    values = [value for reduction in metrics.values() for value in vars(reduction).values()]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            alike.setdefault((value.dtype, value.device), []).append(value)
+    # By identity: tensors compare element by element.
+    read = {
+        id(tensor): number
+        for tensors in alike.values()
+        for tensor, number in zip(
+            tensors, torch.stack([t.reshape(()) for t in tensors]).tolist(), strict=True
+        )
+    }
     return {
-        name: (type(reduction).__name__, tuple(_number(v) for v in vars(reduction).values()))
+        name: (
+            type(reduction).__name__,
+            tuple(read[id(v)] if id(v) in read else float(v) for v in vars(reduction).values()),
+        )
         for name, reduction in metrics.items()
     }
 

@@ -11,6 +11,8 @@ import torch
 
 from groupwise.errors import BackendError
 
+INVALID_LOGITS = "the policy's logits are NaN or infinite, so no token can be sampled; check its weights"
+
 
 def multinomial(probabilities_RV: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """Sample one token per row: a block of the vocabulary first, then a token of the block.
@@ -29,9 +31,7 @@ def multinomial(probabilities_RV: torch.Tensor, generator: torch.Generator | Non
     blocks_RNW = probabilities_RV.unflatten(1, (-1, size))
     sums_RN = blocks_RNW.sum(-1)
     if sums_RN.isnan().any():
-        raise BackendError(
-            "the policy's logits are NaN or infinite, so no token can be sampled; check its weights"
-        )
+        raise BackendError(INVALID_LOGITS)
     block_R = _inverse_cdf(sums_RN, generator)
     rows_R = torch.arange(len(block_R), device=block_R.device)
     return block_R * size + _inverse_cdf(blocks_RNW[rows_R, block_R], generator)

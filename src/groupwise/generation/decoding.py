@@ -35,7 +35,8 @@ from groupwise.compat.transformers import (
     supports_dynamic_cache,
     update_model_kwargs,
 )
-from groupwise.cpu.multinomial import multinomial
+from groupwise.cpu.multinomial import INVALID_LOGITS, multinomial
+from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
@@ -76,6 +77,10 @@ SELECTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 #: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
 FINISHED_SHARE = 0.25
+
+
+#: Token of a row without a probability: logits that are NaN or infinite, on a device other than the CPU.
+NO_TOKEN = -1
 
 
 class ForeignProcessorError(Exception):
@@ -179,6 +184,7 @@ class RowSampler:
         self.do_sample, self.pad = config.do_sample, config.pad_token_id
         self.index_R: torch.Tensor  # completion of each row in the batch
         self.running_R: torch.Tensor
+        self.invalid_R: torch.Tensor  # running rows without a token
 
     def begin(self, rows_R: torch.Tensor) -> None:
         """Prepare for rows that continue the prompts ``rows_R``."""
@@ -191,12 +197,21 @@ class RowSampler:
         scores_RV = self.processors(tokens_RS, logits_RV)  # type: ignore[arg-type]
         if self.recorder is not None:
             self.recorder.record(scores_RV, self.index_R)
-        return sample_tokens(scores_RV, self.do_sample, self.generator).where(self.running_R, self.pad)
+        tokens_R = sample_tokens(scores_RV, self.do_sample, self.generator)
+        self.invalid_R = self.running_R & (tokens_R == NO_TOKEN)
+        return tokens_R.where(self.running_R & ~self.invalid_R, self.pad)
 
     def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows that stay in the batch, none if all have finished; None: all stay for now."""
+        """Return the rows that stay in the batch, none if all have finished; None: all stay for now.
+
+        Raises:
+            BackendError: the scores of a row were NaN or infinite.
+        """
         self.running_R &= ~self.criteria(tokens_RS, None)
-        num_running = int(self.running_R.sum())  # waits for the device, once per token
+        # Waits for the device, once per token: one read of both.
+        num_running = int(self.running_R.sum().where(~self.invalid_R.any(), NO_TOKEN))
+        if num_running == NO_TOKEN:
+            raise BackendError(INVALID_LOGITS)
         if num_running > (1 - FINISHED_SHARE) * len(self.running_R):
             return None
         kept_R = self.running_R.nonzero().squeeze(1)
@@ -266,13 +281,32 @@ def decode_groups(
 def sample_tokens(
     scores_RV: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Sample the next token of each row from softmax(scores), or take the most probable one: (R,)."""
+    """Sample the next token of each row from softmax(scores), or take the most probable one: (R,).
+
+    On a device other than the CPU invalid scores give ``NO_TOKEN``, without waiting for the device.
+
+    Raises:
+        BackendError: scores on a CPU are NaN or infinite.
+    """
     if not do_sample:
         return scores_RV.argmax(-1)
     probabilities_RV = scores_RV.softmax(-1)
     if scores_RV.device.type == "cpu":
         return multinomial(probabilities_RV, generator)
-    return torch.multinomial(probabilities_RV, num_samples=1, generator=generator).squeeze(1)
+    return unchecked_multinomial(probabilities_RV, generator)
+
+
+def unchecked_multinomial(
+    probabilities_RV: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Sample one token per row as ``torch.multinomial``, which also waits for two checks: (R,).
+
+    Changes ``probabilities_RV``. A row with NaN has ``NO_TOKEN``.
+    """
+    noise_RV = torch.empty_like(probabilities_RV).exponential_(generator=generator)
+    noise_RV.clamp_(min=torch.finfo(noise_RV.dtype).tiny)  # 0 / 0 would be a token without probability
+    best_R, tokens_R = probabilities_RV.div_(noise_RV).max(-1)  # argmax p / Exp(1)
+    return tokens_R.masked_fill(best_R.isnan(), NO_TOKEN)
 
 
 class _Rows:

@@ -35,13 +35,24 @@ def can_record(model: CausalLM) -> bool:
     return has_stock_sampling_loop(without_adapter(model))
 
 
+#: Bytes of (R, V) masks that wait on the device to become token ids together, for the host waits each time:
+#: none on a CPU, 256 MB on others.
+_PENDING_BYTES = {"cpu": 0}
+
+
 class SamplingMaskRecorder(LogitsProcessor):
     """Record of the tokens with a finite score, by row and step. As the last logits processor, it sees the
     distribution that is sampled from.
+
+    The record stays on the device: its ids are found for many steps at once, and copied once at the end.
+
+    Axes: X rows of all steps, one after the other.
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and ids of tokens kept, (E,) each
+        self._rows: list[torch.Tensor] = []  # completion of each row, (R,) per step
+        self._pending: list[torch.Tensor] = []  # (R, V), True for kept tokens, of the last steps
+        self._found: list[tuple[torch.Tensor, torch.Tensor]] = []  # ids (E,) and their number per row
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.record(scores, torch.arange(len(scores), device=scores.device))
@@ -56,19 +67,38 @@ class SamplingMaskRecorder(LogitsProcessor):
         """
         kept_RV = scores_RV > -torch.inf
         kept_RV &= ~kept_RV.all(-1, keepdim=True)  # no ids stand for the whole vocabulary
-        index_E, id_E = kept_RV.nonzero(as_tuple=True)
-        self._steps.append((rows_R[index_E].cpu(), id_E.int().cpu()))
+        self._rows.append(rows_R)
+        self._pending.append(kept_RV)
+        limit = _PENDING_BYTES.get(kept_RV.device.type, 1 << 28)
+        if sum(mask_RV.numel() for mask_RV in self._pending) > limit:
+            self._find_ids()
+
+    def _find_ids(self) -> None:
+        if self._pending:
+            kept_XV = torch.cat(self._pending)
+            ids_E = kept_XV.nonzero(as_tuple=True)[1]  # waits for the device
+            self._found.append((ids_E.int(), kept_XV.count_nonzero(-1).int()))
+            self._pending = []
 
     def completions(self, num_rows: int) -> list[SamplingMask]:
         """Return the sampling mask of every completion, one position per recorded step."""
-        if not self._steps:
+        if not self._rows:
             return [SamplingMask.whole_vocabulary(0)] * num_rows
-        counts_TR = torch.stack([torch.bincount(row_E, minlength=num_rows) for row_E, _ in self._steps])
-        row_E, id_E = (torch.cat(parts) for parts in zip(*self._steps, strict=True))
-        ids = id_E[row_E.sort(stable=True).indices].split(counts_TR.sum(0).tolist())
+        self._find_ids()
+        sizes = torch.tensor([len(rows_R) for rows_R in self._rows])  # (T,), rows in the batch at each step
+        ids, counts = zip(*self._found, strict=True)
+        record = torch.cat([*(rows_R.int() for rows_R in self._rows), *counts, *ids]).cpu()  # one copy
+        num = int(sizes.sum())
+        row_X, counts_X, ids_E = record.split([num, num, len(record) - 2 * num])
+        step_X = torch.arange(len(sizes)).repeat_interleave(sizes)
+        counts_RT = torch.zeros(num_rows, len(sizes), dtype=torch.int32)
+        counts_RT[row_X.long(), step_X] = counts_X
+        order_E = row_X.repeat_interleave(counts_X).sort(stable=True).indices  # by completion, then step
         return [
-            SamplingMask(ids_of_row.clone(), counts_T.int())
-            for ids_of_row, counts_T in zip(ids, counts_TR.T, strict=True)
+            SamplingMask(ids_of_row.clone(), counts_T.clone())
+            for ids_of_row, counts_T in zip(
+                ids_E[order_E].split(counts_RT.sum(1).tolist()), counts_RT, strict=True
+            )
         ]
 
 

@@ -51,12 +51,12 @@ class LossMixin:
             the entries of ``window`` with token, sequence and entropy weights.
         """
         groups_B = torch.cat([batch.group_ids_B for batch in window])
-        local = [  # three sums over the window of this rank
-            int((groups_B[: len(groups_B) - num_padding_rows] >= 0).sum()),  # without dropped completions
-            sum(int(batch.loss_mask_BT.sum()) for batch in window),
-            sum(int(mask_BT.sum()) for mask_BT in entropy_masks),
+        local = [  # three sums over the window of this rank, read together
+            (groups_B[: len(groups_B) - num_padding_rows] >= 0).sum(),  # without dropped completions
+            torch.stack([batch.loss_mask_BT.sum() for batch in window]).sum(),
+            torch.stack([mask_BT.sum(dtype=torch.long) for mask_BT in entropy_masks]).sum(),
         ]
-        totals = self.accelerator.reduce(torch.tensor(local, device=self.accelerator.device), "sum").tolist()
+        totals = self.accelerator.reduce(torch.stack(local), "sum").tolist()
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]

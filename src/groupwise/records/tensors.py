@@ -126,8 +126,8 @@ class TokenBatch:
             for name, value in self.row_fields().items()
         }
         masks = part["prompt_mask_BL"], part["completion_mask_BT"]
-        longest_prompt, longest = (max(int(mask.sum(-1).max()), 1) for mask in masks)
-        return self._replace(**part).shortened(longest_prompt, longest)
+        longest = torch.stack([mask.sum(-1).max() for mask in masks]).clamp(min=1)  # (2,): one read
+        return self._replace(**part).shortened(*longest.tolist())
 
     def with_fields(self, names: Collection[str]) -> Self:
         """Set those of these fields that are None to their fill value."""

@@ -7,6 +7,8 @@ of its own.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAME = "simulated"
 #: Operations whose tensors may be of two devices: copies, and indices on the CPU.
 _MIXED = {"_to_copy", "copy_", "index", "index_put_", "index_put", "_index_put_impl_"}
+#: Operations that read a value or the shape of their result from the device.
+_READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive"}
+#: By kind, and by the innermost function of groupwise: "waits" for a value of the device (reads, and copies
+#: to the host), "copies" to the device. Clear it before what is counted.
+counts: Counter[tuple[str, str]] = Counter()
 _as_subclass = torch.Tensor.as_subclass
 
 
@@ -69,9 +76,32 @@ class DeviceTensor(torch.Tensor):
         return _compute(function, args, dict(kwargs or {}))
 
 
+def _count(name: str, args: Sequence[Any], target: Any) -> None:
+    """Add an operation to ``counts`` if the host waits for it, or if it copies to the device."""
+    from_device = [isinstance(arg, DeviceTensor) for arg in args]
+    kind = ""
+    if name in ("_to_copy", "copy_"):
+        source = args[name == "copy_"]
+        goes_to = torch.device(target) if target is not None else args[0].device
+        if isinstance(source, DeviceTensor) != (goes_to.type == NAME):
+            kind = "copies" if goes_to.type == NAME else "waits"
+    elif any(from_device) and name in _READS:
+        kind = "waits"
+    elif name in ("index", "index_put_") and any(getattr(i, "dtype", 0) == torch.bool for i in args[1]):
+        kind = "waits"  # for the number of elements of a mask
+    if kind:
+        frame = sys._getframe()
+        while frame is not None and "/src/groupwise/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        where = "elsewhere" if frame is None else frame.f_code
+        file = "" if frame is None else where.co_filename.partition("/src/groupwise/")[2]
+        counts[kind, where if frame is None else f"{file}:{where.co_name}"] += 1
+
+
 def _compute(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of ATen on the CPU, and put the result on the device of the real one."""
     name = function.overloadpacket.__name__
+    _count(name, args, kwargs.get("device"))
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
     if on_device and name not in _MIXED and any(t.dim() for t in tensors if not isinstance(t, DeviceTensor)):

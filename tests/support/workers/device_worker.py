@@ -2,15 +2,18 @@
 
     device_worker.py OUTPUT_DIR
 
-The trained weights of a run come to OUTPUT_DIR/<device>-<run>.pt; the error of one that fails, to .txt.
+The trained weights of a run come to OUTPUT_DIR/<device>-<run>.pt; the error of one that fails, to .txt; how
+often it waited for the device and copied to it, by file, to .json.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -142,12 +145,17 @@ def main(output: Path) -> None:
             run, make = given.pop("run", trained), given.pop("make", None)
             make = make or (with_rollouts if name in SAME else runs.trainer)
             torch.manual_seed(0)
+            simulated_device.counts.clear()
             try:
                 with (
                     tempfile.TemporaryDirectory() as directory,
                     simulated_device.simulated_device() if on_device else nullcontext(),
                 ):
                     trainer = run(make, directory, use_cpu=not on_device, **given)
+                    counts: Counter[str] = Counter()
+                    for (kind, place), count in simulated_device.counts.items():
+                        counts[f"{kind} {place.partition(':')[0]}"] += count
+                    (output / f"{device}-{name}.json").write_text(json.dumps(counts))
                     assert trainer.model.device.type == device
                     weights = {key: value.detach().cpu() for key, value in trainer.model.named_parameters()}
                     norm = trainer.state.log_history[0]["grad_norm"]

@@ -171,7 +171,12 @@ class _JointSampler(RowSampler):
 
     def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
         for part in self.parts:
-            kept_R = part.sampler.rows_to_keep(tokens_RS[part.rows_R]) if len(part.rows_R) else None
+            if not len(part.rows_R):
+                continue
+            try:
+                kept_R = part.sampler.rows_to_keep(tokens_RS[part.rows_R])
+            except Exception as error:  # logits that are NaN, on a device that is not waited for before
+                part.error, kept_R = error, part.rows_R[:0]
             if kept_R is not None:
                 part.rows_R = part.rows_R[kept_R]
         remaining_R = torch.cat([part.rows_R for part in self.parts])

@@ -32,7 +32,7 @@ heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,10 @@ from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-_NEVER = torch.iinfo(torch.long).max  # position of a padded key: after every query
+_NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
+
+#: Fields of a :class:`Block` that go to the device.
+_INDICES = ("query_RQ", "key_RK", "query_position_RQ", "key_position_RK")
 
 #: A row of attention in the packed sequence: a shared prompt, or nothing, and the tokens that see it and, up
 #: to their own position, each other.
@@ -206,13 +209,13 @@ def shape_of(batch: TokenBatch) -> Shape:
 def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     """Pack the sequences of ``batch`` into one row.
 
-    Waits once for the device, to read the lengths; the forward pass over the result does not wait.
+    Waits once for the device, to read the lengths; all indices go there in one copy. The forward pass over
+    the result does not wait.
 
     Args:
         shared: include the prompt of consecutive rows with the same prompt only once.
     """
     shape = shape_of(batch)
-    device = batch.prompt_ids_BL.device
     max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
     source: list[int] = []  # indices into the flattened padded (B, L + T)
     positions: list[int] = []
@@ -239,18 +242,30 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
                     branches.append((prompt, completion))
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
-    position_S = torch.tensor(positions).to(device)  # (S,)
-    attention = _packed_attention([*((range(0), own) for own in sequences), *branches], position_S)
+    ends = [0, *(rows.stop for rows in sequences)]
+    lists = [
+        torch.tensor(values, dtype=torch.long)
+        for values in (source, positions, logit_index, output_index, ends)
+    ]
+    attention = _packed_attention([*((range(0), own) for own in sequences), *branches], lists[1])
+    lists += [attention.order_S, *(block[name] for block in map(vars, attention.blocks) for name in _INDICES)]
+    source_S, position_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
+        lists, batch.prompt_ids_BL.device
+    )
+    of_blocks = zip(*[iter(indices)] * len(_INDICES), strict=True)
+    blocks = [
+        replace(block, **dict(zip(_INDICES, given, strict=True)))
+        for block, given in zip(attention.blocks, of_blocks, strict=True)
+    ]
     tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
-    output_index_N = torch.tensor(output_index, dtype=torch.long).to(device)
     return PackedSequences(
-        token_ids_1S=tokens[torch.tensor(source).to(device)].unsqueeze(0),  # (1, S)
+        token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
         position_ids_1S=position_S.unsqueeze(0),
-        logit_index_N=torch.tensor(logit_index, dtype=torch.long).to(device),
+        logit_index_N=logit_index_N,
         target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
         output_index_N=output_index_N,
-        attention=attention,
-        cu_seqlens=torch.tensor([0, *(rows.stop for rows in sequences)], dtype=torch.int32).to(device),
+        attention=PackedAttention(blocks, order_S),
+        cu_seqlens=cu_seqlens.int(),
         max_seqlen=max(map(len, sequences)),
         kept=None
         if batch.sampling_mask is None
@@ -258,8 +273,15 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
     )
 
 
+def _on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy integers to the device in one transfer of int32. Returns int64 tensors of the same shapes."""
+    buffer = torch.cat([tensor.flatten() for tensor in tensors]).int().to(device).long()
+    parts = buffer.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> PackedAttention:
-    """Build blocks of rows of similar length, to which the rows of a block are padded.
+    """Build blocks of rows of similar length, to which the rows of a block are padded; on the host.
 
     The shortest row of a block has at least half the length of the longest. Rows without a prefix come first:
     without a sliding window, a block of them needs no mask.
@@ -281,13 +303,12 @@ def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> P
         for own in queries:
             order[own.start : own.stop] = range(num_outputs, num_outputs + len(own))
             num_outputs += len(queries[0])  # Q, the longest of the block
-    return PackedAttention(built, torch.tensor(order).to(position_S.device))
+    return PackedAttention(built, torch.tensor(order))
 
 
 def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: torch.Tensor) -> Block:
     """Build the block of rows with these queries and keys, indices into the packed sequence."""
-    device = position_S.device
-    query_RQ, key_RK = (pad_sequences(rows, -1, device=device) for rows in (queries, keys))  # -1: padding
+    query_RQ, key_RK = (pad_sequences(rows, -1) for rows in (queries, keys))  # -1: padding
     key_position_RK = torch.where(key_RK < 0, _NEVER, position_S[key_RK])  # no query sees padding
     query_RQ, key_RK = (torch.where(index < 0, index[:, :1], index) for index in (query_RQ, key_RK))
     return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=queries is keys)
