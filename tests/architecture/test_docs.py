@@ -118,6 +118,24 @@ def test_run_files_in_the_documentation_are_read(tmp_path):
     }
 
 
+@pytest.mark.parametrize(("name", "num_processes"), [("eight_gpus", 8), ("nodes_agent", 16)])
+def test_run_files_for_many_gpus_are_read(name, num_processes, tmp_path, monkeypatch):
+    """The first file of the page, and with every file below it laid over the first."""
+    from groupwise.commands.cli.run_file import read_run
+
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    first, *others = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    for block in (first, *others):
+        settings = {**yaml.safe_load(first), **yaml.safe_load(block)}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+        flags = ["--config", str(tmp_path / "run.yaml"), "--use_cpu", "--bf16", "false"]
+        run, config = read_run(flags, "train")
+        assert run.model == "Qwen/Qwen2.5-7B-Instruct"
+        per_step = config.per_device_train_batch_size * num_processes * config.gradient_accumulation_steps
+        assert per_step % config.num_generations == 0
+        assert f"{per_step} completions of {per_step // config.num_generations} prompts" in text
+
+
 def test_generated_pages_match_the_code():
     import generate_docs
 
