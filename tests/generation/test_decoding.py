@@ -17,6 +17,8 @@ from transformers import (
     AutoTokenizer,
     DogeConfig,
     DogeForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -26,6 +28,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     JambaConfig,
     JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -36,6 +40,9 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    cache_utils,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -75,15 +82,32 @@ MODELS = {
     "gemma2_sliding": (Gemma2ForCausalLM, Gemma2Config, SLIDING),
     "gemma3_sliding": (Gemma3ForCausalLM, Gemma3TextConfig, SLIDING),
 }
+if hasattr(cache_utils, "LinearAttentionLayer"):  # not in 5.3: such models have caches of their own there
+    MODELS |= {
+        # States of convolutions and recurrences beside keys and values, in other layers or in the same.
+        "qwen3_5": (
+            Qwen3_5ForCausalLM,
+            Qwen3_5TextConfig,
+            {**GROUPED, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+            | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+            | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        ),
+        "falcon_h1": (
+            FalconH1ForCausalLM,
+            FalconH1Config,
+            {**GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+        ),
+        "lfm2": (Lfm2ForCausalLM, Lfm2Config, {**GROUPED, "layer_types": ["conv", "full_attention", "conv"]}),
+        "jamba": (
+            JambaForCausalLM,
+            JambaConfig,
+            {**SIZE, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+            | {"mamba_d_state": 4, "num_key_value_heads": 2},
+        ),
+    }
 WITHOUT_ROWS = {
     "openai_gpt": (OpenAIGPTLMHeadModel, OpenAIGPTConfig, {**SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mamba": (MambaForCausalLM, MambaConfig, {**SIZE, "state_size": 4}),
-    "jamba": (
-        JambaForCausalLM,
-        JambaConfig,
-        {**SIZE, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
-        | {"use_mamba_kernels": False, "mamba_d_state": 4, "num_key_value_heads": 2},
-    ),
 }
 #: Three groups of unequal prompts, one of them a single row.
 PROMPTS = [[5, 6, 7]] * 3 + [[11, 12, 13, 14, 15, 16, 17, 18]] + [[20]] * 4

@@ -194,6 +194,28 @@ def set_checkpoint_function(layer: nn.Module, function: Callable[..., Any]) -> N
     layer._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
+def supports_cache_in_checkpoints() -> bool:
+    """Return True if layers under gradient checkpointing can be given a cache (seen in 5.19 to 5.24)."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
+
+
+@contextmanager
+def checkpoints_keep_cache(model: nn.Module) -> Iterator[None]:
+    """Context manager in which layers under gradient checkpointing receive the cache of the forward pass."""
+    layers = [
+        layer for layer in model.modules() if getattr(layer, "_can_checkpoint_with_cache", None) is False
+    ]
+    for layer in layers:
+        layer._can_checkpoint_with_cache = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer._can_checkpoint_with_cache
+
+
 def is_stateful(model: nn.Module) -> bool:
     """Return True if ``model`` keeps a recurrent state beside the key-value cache."""
     return bool(getattr(model, "_is_stateful", False))
@@ -202,6 +224,38 @@ def is_stateful(model: nn.Module) -> bool:
 def supports_dynamic_cache(model: GenerativePreTrainedModel) -> bool:
     """Return True if ``model.generate`` creates a ``DynamicCache`` by default."""
     return model._supports_default_dynamic_cache()
+
+
+#: Layers of a cache that have one row per row of the batch: keys and values, or states.
+_CACHE_LAYERS = {
+    *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer"),
+    *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
+}
+
+
+def cache_without_rows(model: PreTrainedModel) -> str:
+    """Return why rows of the cache of ``model`` cannot be selected, or ""."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=model.config).layers
+    if unknown := sorted({type(layer).__name__ for layer in layers} - _CACHE_LAYERS):
+        return f"its cache has {', '.join(unknown)}"
+    if not any(hasattr(layer, "keys") for layer in layers):
+        return "its cache has no layer of attention"  # and does not know its length
+    if is_stateful(model) and not any(hasattr(layer, "conv_states") for layer in layers):
+        return "its states are not in the cache of transformers"
+    return ""
+
+
+def select_cache_rows(layer: Any, rows_R: torch.Tensor) -> None:
+    """Replace the rows of a cache layer by ``rows_R``, which may repeat rows.
+
+    Layers with states select them in the method of beam search alone (5.19 to 5.24).
+    """
+    if hasattr(layer, "conv_states"):
+        layer.reorder_cache(rows_R)
+    else:
+        layer.batch_select_indices(rows_R)
 
 
 def cache_argument(model: nn.Module) -> str | None:

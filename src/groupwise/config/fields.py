@@ -414,7 +414,7 @@ class GRPOFields(TrainingArguments):
         "Implementation of the log-prob head.", choices=("auto", "dense", "chunked"),
         card="if_changed")] = "auto"
     sequence_layout: Annotated[str, Setting(
-        "Layout of the model inputs.", choices=("auto", "padded", "packed", "shared_prefix"),
+        "Layout of the model inputs.", choices=("auto", "padded", "packed", "shared_prefix", "forked"),
         card="if_changed")] = "auto"
     skip_zero_advantage: Annotated[bool, _of_step("Skip rows that cannot contribute to the gradient.")] = True
     dynamic_sampling: Annotated[bool, Setting(

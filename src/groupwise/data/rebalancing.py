@@ -32,7 +32,7 @@ import torch
 
 from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.data.budget import MicroBatchBudget
-from groupwise.policy.layouts.packed import Shape, shape_of
+from groupwise.policy.layouts.packed import SHARES_PROMPTS, Shape, shape_of
 from groupwise.records import MicroBatch, TokenBatch
 
 #: Row indices of every micro-batch: ``plan[rank][micro_batch]``.
@@ -150,7 +150,7 @@ def rebalance(
 
     Args:
         window: this rank's micro-batches, with token weights.
-        layout: ``padded``, ``packed`` or ``shared_prefix``.
+        layout: ``padded``, ``packed``, ``shared_prefix`` or ``forked``.
         gather: joins the lists of all ranks in rank order.
         all_to_all: sends entry r to rank r and returns the entries for this rank, in rank order.
 
@@ -231,14 +231,13 @@ def _window_stats(
 ) -> WindowStats:
     """Count rows and tokens of all ranks in equal shares, computed tokens of this rank."""
     total = len(shape.prompts)  # N rows of all ranks; ``shape`` has no others
-    own = [row for part in parts for row in part]  # computed on this rank, wherever they were sampled
     computed = sum(shape.input_tokens(part, layout) for part in parts)
     return WindowStats(
         rows=total / world_size,
         skipped_rows=(total - num_computed) / world_size,
         tokens=shape.input_tokens(range(total), "packed") / world_size,
         computed_tokens=computed,
-        padding_tokens=computed - shape.input_tokens(own, "packed") if layout == "padded" else 0,
+        padding_tokens=sum(shape.padding(part, layout) for part in parts),
     )
 
 
@@ -272,7 +271,7 @@ def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
     """
     shape = shape_of(batch)
     # Rows that share a prefix stay together: apart, each part would compute the prompt again.
-    groups = shape.groups(shared=layout == "shared_prefix")
+    groups = shape.groups(shared=layout in SHARES_PROMPTS)
     parts: list[list[int]] = []
     sizes: list[int] = []  # tokens of each part
     for group in groups:
@@ -300,7 +299,7 @@ def plan(rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available:
     if layout == "padded":
         parts = _by_length(rows.shape, computed, budget)
     else:
-        shared = layout == "shared_prefix"
+        shared = layout in SHARES_PROMPTS
         parts = _by_tokens(rows.shape, computed, budget, num_available, shared=shared)
     # Neighbours cost about the same. They become the same micro-batch of different ranks, which wait for
     # each other wherever parameters are sharded.

@@ -24,14 +24,14 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from groupwise.compat.transformers import (
     cache_argument,
+    cache_without_rows,
     has_stock_sampling_loop,
-    is_stateful,
     optimize_for_decode,
     prefill,
+    select_cache_rows,
     supports_dynamic_cache,
     update_model_kwargs,
 )
@@ -71,9 +71,6 @@ ROW_PROCESSORS = frozenset(
 
 #: Values of other settings that have no effect; nor have None and False, apart from ``use_cache``.
 NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
-
-#: Cache layers of keys and values only, with one row per row of the batch.
-SELECTABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 #: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
 FINISHED_SHARE = 0.25
@@ -117,17 +114,16 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
         return f"{name} has a generate or _sample of its own", True
     if has_prompt_learning(model):
         return "the adapter adds virtual tokens", False
-    if base.config.is_encoder_decoder or is_stateful(base):
-        return f"{name} does not consist of attention layers alone", False
+    if base.config.is_encoder_decoder:
+        return f"{name} has an encoder", False
     if not is_text_only(model):  # position ids are computed differently
         return f"{name} has a vision or audio part", False
     if not supports_dynamic_cache(base):
         return f"transformers makes no DynamicCache for {name}", False
     if cache_argument(base) is None:
         return f"the forward of {name} has no argument of a known name for the cache", True
-    layers = {type(layer) for layer in DynamicCache(config=base.config).layers} - {*SELECTABLE_LAYERS}
-    if layers:
-        return f"its cache has {', '.join(sorted(layer.__name__ for layer in layers))}", True
+    if reason := cache_without_rows(base):
+        return reason, True
     settings = _across_rows(config, base.generation_config)
     return f"{', '.join(settings)} may act on several rows" if settings else "", False
 
@@ -272,7 +268,8 @@ def decode_groups(
                 sequences[output_index_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
                 if not len(kept_R):
                     return sequences[:, : batch.tokens_RS.shape[1]]
-                batch.cache.batch_select_indices(kept_R)
+                for layer in batch.cache.layers:
+                    select_cache_rows(layer, kept_R)
                 batch.select(kept_R)
                 output_index_R = output_index_R[kept_R]
             batch.forward()
@@ -322,7 +319,7 @@ class _Rows:
         self.model, self.tokens_RS = model, tokens
         self.cache_name = cache_argument(without_adapter(model)) or ""
         # A sliding layer holds fewer positions than the attention mask shared by all layers.
-        sliding = any(layer.is_sliding for layer in outputs[self.cache_name].layers)
+        sliding = any(getattr(layer, "is_sliding", False) for layer in outputs[self.cache_name].layers)
         parameters = inspect.signature(model.forward).parameters.values()
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.supports_packing = not sliding and takes_kwargs and install_attention_hook(model)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from groupwise.compat.transformers import select_cache_rows
+
 
 class GrowingLayer(DynamicLayer):
     """``DynamicLayer`` whose keys and values are views of larger buffers.
@@ -79,4 +81,4 @@ def continue_rows(cache: DynamicCache, rows_R: torch.Tensor, limit: int) -> None
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[index] = GrowingLayer(layer, rows_R, limit)
         else:
-            layer.batch_select_indices(rows_R)  # type: ignore[union-attr]
+            select_cache_rows(layer, rows_R)

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +28,6 @@ from groupwise.policy.heads.weights import changes_head
 from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
 from groupwise.policy.layouts.check import check_layout
 from groupwise.policy.layouts.packed import (
-    PackedSequences,
     compute_packed_logprobs,
     pack_sequences,
     unsupported,
@@ -39,18 +40,25 @@ logger = logging.getLogger(__name__)
 
 
 def choose_layout(
-    wanted: str, model: nn.Module, *, group_size: int, with_aux_loss: bool, on_gpu: bool = False
+    wanted: str,
+    model: nn.Module,
+    *,
+    group_size: int,
+    with_aux_loss: bool,
+    on_gpu: bool = False,
+    one_forward: str = "",
 ) -> FastPath:
     """Resolve the setting ``sequence_layout`` for this model.
 
     Args:
-        wanted: "padded", "packed", "shared_prefix" or "auto".
+        wanted: "padded", "packed", "shared_prefix", "forked" or "auto".
         model: the policy; supported models get the attention hook.
         with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
         on_gpu: warn if "auto" becomes "padded", where padding costs most.
+        one_forward: the reason why a micro-batch must be one forward pass, which "forked" is not; "": none.
 
     Returns:
-        its choice is "padded", "packed" or "shared_prefix".
+        its choice is "padded", "packed", "shared_prefix" or "forked".
 
     Raises:
         ConfigError: the model does not support the layout that ``wanted`` names.
@@ -58,12 +66,17 @@ def choose_layout(
     if wanted == "padded":
         return FastPath("layout", wanted, "sequence_layout='padded'")
     reason: str | None = "its balancing loss counts padded sequences"
-    if not with_aux_loss:
+    if not with_aux_loss and wanted != "forked":
         reason = unsupported(model, shared=wanted == "shared_prefix")
     if reason is None:
         can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
         chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
         return FastPath("layout", chosen)
+    if not with_aux_loss and (wanted == "forked" or (wanted == "auto" and group_size > 1)):
+        no_fork = one_forward or _forked_layout().cannot_fork(model)
+        if no_fork is None:
+            return FastPath("layout", "forked", "" if wanted == "forked" else f"{reason}")
+        reason = no_fork if wanted == "forked" or no_fork == reason else f"{reason}; not forked: {no_fork}"
     if wanted != "auto":
         raise ConfigError(
             f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
@@ -71,6 +84,13 @@ def choose_layout(
         )
     accepted = "; sequence_layout='padded' accepts it" if on_gpu else ""
     return FastPath("layout", "padded", f"{reason}{accepted}", on_gpu)
+
+
+def _forked_layout() -> ModuleType:
+    """Import the layout of models with states: most runs do not need it."""
+    from groupwise.policy.layouts import forked
+
+    return forked
 
 
 class LogprobComputer:
@@ -112,10 +132,28 @@ class LogprobComputer:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
         return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
 
-    def _pack(self, batch: TokenBatch) -> PackedSequences:
-        if isinstance(batch, MicroBatch) and isinstance(batch.packed, PackedSequences):
+    def _pack(self, batch: TokenBatch) -> Any:
+        if isinstance(batch, MicroBatch) and batch.packed is not None:
             return batch.packed
+        if self.layout == "forked":
+            return _forked_layout().fork_sequences(batch)
         return pack_sequences(batch, shared=self.layout == "shared_prefix")
+
+    def _compute(self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool) -> LogprobOutput:
+        """Compute log-probs in a layout other than "padded"."""
+        in_passes = self.layout == "forked"
+        compute = _forked_layout().compute_forked_logprobs if in_passes else compute_packed_logprobs
+        return compute(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
+
+    def _supports(self, model: nn.Module) -> bool:
+        """Return True if ``model`` takes the layout of the run; installs the attention hook if it is needed.
+
+        Other models are created later, such as a reference; those that do not take it are padded.
+        """
+        if self.layout == "forked":
+            return _forked_layout().cannot_fork(model) is None
+        shared = self.layout == "shared_prefix"
+        return self.layout != "padded" and supports_packing(base_model(model), shared=shared)
 
     def __call__(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
@@ -133,9 +171,7 @@ class LogprobComputer:
         Raises:
             ConfigError: an explicit layout fails its check.
         """
-        # Installs the attention hook of models created later, such as a reference; others are padded.
-        shared = self.layout == "shared_prefix"
-        can_pack = self.layout != "padded" and supports_packing(base_model(model), shared=shared)
+        can_pack = self._supports(model)
         if can_pack and not self.checked:
             self._check(model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
@@ -144,7 +180,7 @@ class LogprobComputer:
             return compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
-        return compute_packed_logprobs(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
+        return self._compute(model, batch, with_entropy=with_entropy)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""
@@ -152,8 +188,7 @@ class LogprobComputer:
         dtype = self.mixed_precision or next(model.parameters()).dtype
 
         def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
-            output = compute_packed_logprobs(model, rows, self._pack(rows), self.head, with_entropy=False)
-            return output.logps_BT
+            return self._compute(model, rows, with_entropy=False).logps_BT
 
         try:
             check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
@@ -193,6 +228,11 @@ def make_logprob_computer(
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
         on_gpu=accelerator.device.type == "cuda",
+        one_forward="sharded parameters need as many forward passes on every rank"
+        if is_sharded(accelerator)
+        else "a compiled model takes no cache"
+        if config.torch_compile
+        else "",
     )
     head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,

@@ -98,12 +98,15 @@ class SelectiveRecomputation:
         if not torch.is_grad_enabled() or not args:
             return checkpoint(function, *args)
         num_tokens = args[0].shape[:-1].numel()  # hidden states (B, S, H) or (1, S, H)
+        keywords = function.keywords if isinstance(function, partial) else {}
+        # Passes of the layout `forked` share the room: all their tokens count in each.
+        all_tokens = max([num_tokens, *(getattr(value, "num_tokens", 0) for value in keywords.values())])
         is_last = index == self._num_layers - 1
         if is_last and num_tokens > self._tokens:  # the layer that is kept first shows what a layer keeps
             output, self._bytes = saved_bytes(layer, function, *args)
             self._tokens = num_tokens
             return output
-        if index >= self._num_layers - self.num_kept(num_tokens):
+        if index >= self._num_layers - self.num_kept(all_tokens):
             return function(*args)
         return checkpoint(function, *args)
 

@@ -259,17 +259,16 @@ class MicroBatch(Experience):
 
     def num_tokens(self) -> int:
         """Return the number of input tokens in the layout of the run, padding included."""
-        return super().num_tokens() if self.packed is None else self.packed.token_ids_1S.numel()
+        return super().num_tokens() if self.packed is None else self.packed.num_tokens()
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **{"packed": None, **changes})
 
 
 class PackedSequences(Protocol):
-    """Sequences of a micro-batch as one row of S tokens (``groupwise.policy.layouts.packed``)."""
+    """Sequences of a micro-batch in a layout without prompts computed twice, such as one row of S tokens."""
 
-    @property
-    def token_ids_1S(self) -> torch.Tensor: ...
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+#: Layouts in which rows that share a prompt must stay together for it to be computed once.
+SHARES_PROMPTS = ("shared_prefix", "forked")
+
 _NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
 
 #: Fields of a :class:`Block` that go to the device.
@@ -156,6 +159,10 @@ class PackedSequences:
     max_seqlen: int
     kept: SamplingMask | None = None
 
+    def num_tokens(self) -> int:
+        """Return the number of input tokens."""
+        return self.token_ids_1S.numel()
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -190,9 +197,55 @@ class Shape:
             return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
         if layout == "packed":
             return sum(self.prompts[row] + self.completions[row] for row in rows)
+        if layout == "forked":
+            return sum(
+                len(groups) * (self.prompts[groups[0][0]] - 1)
+                + sum(len(block) * self.width(block) for block in blocks)
+                for groups, blocks in self.forks(rows)
+            )
+        return sum(self.group_tokens(group) for group in self._groups_of(rows))
+
+    def padding(self, rows: Sequence[int], layout: str) -> int:
+        """Return the number of padding tokens among the input tokens."""
+        if layout == "forked":
+            blocks = [block for _, blocks in self.forks(rows) for block in blocks]
+            inputs = sum(len(block) * self.width(block) for block in blocks)
+            return inputs - sum(self.completions[row] for row in rows)
+        return (
+            self.input_tokens(rows, layout) - self.input_tokens(rows, "packed") if layout == "padded" else 0
+        )
+
+    def width(self, block: Sequence[int]) -> int:
+        """Return the columns of a block of :meth:`forks`."""
+        # At least 2: models decode a single token by kernels without a backward pass.
+        return max(2, *(self.completions[row] for row in block))
+
+    def forks(self, rows: Sequence[int]) -> list[tuple[list[list[int]], list[list[int]]]]:
+        """Return the passes of the layout `forked`: for each length of a prompt, its groups and their blocks.
+
+        A block has completions of similar length, to the longest of which they are padded: the shortest has
+        at least half its length, or at most 32 tokens less.
+        """
+        by_length: dict[int, list[list[int]]] = {}
+        for group in self._groups_of(rows):
+            by_length.setdefault(self.prompts[group[0]], []).append(group)
+        forks = []
+        for groups in by_length.values():
+            blocks: list[list[int]] = []
+            longest = 0
+            for row in sorted((row for group in groups for row in group), key=lambda r: -self.completions[r]):
+                length = self.completions[row]
+                if not blocks or (2 * length < longest and length + 32 < longest):
+                    blocks.append([])
+                    longest = length
+                blocks[-1].append(row)
+            forks.append((groups, blocks))
+        return forks
+
+    def _groups_of(self, rows: Sequence[int]) -> list[list[int]]:
         kept = set(rows)  # other rows of a group are in other micro-batches
         groups = ([row for row in group if row in kept] for group in self.groups())
-        return sum(self.group_tokens(group) for group in groups if group)
+        return [group for group in groups if group]
 
 
 def shape_of(batch: TokenBatch) -> Shape:
@@ -380,8 +433,8 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
         return f"its forward does not accept {' and '.join(sorted(missing))}"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
         return "its attention has sinks"
-    if any(_attention_dropout(module) for module in base.modules()):
-        return "its attention has dropout"
+    if reason := dropout_of_attention(base):
+        return reason
     if not supports_packing(base, shared=shared):
         return (
             f"its attention implementation is {attention_implementation(base)!r}; load it with "
@@ -390,7 +443,10 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     return None
 
 
-def _attention_dropout(module: nn.Module) -> float:
-    """Return the dropout probability, a number or an attribute of a ``Dropout`` module."""
-    dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
-    return getattr(dropout, "p", dropout) or 0.0
+def dropout_of_attention(model: nn.Module) -> str | None:
+    """Return the reason against a layout whose masks of dropout differ from the padded ones, or None."""
+    for module in model.modules():  # a number or a ``Dropout`` module
+        dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
+        if getattr(dropout, "p", dropout):
+            return "its attention has dropout"
+    return None

@@ -1,0 +1,276 @@
+"""Forked layout: the prompt of a group once, then its completions from copies of the cache after the prompt.
+
+For models whose layers keep a recurrent or convolution state, or attention that the hook cannot separate::
+
+    prompts (P, L - 1)    [p0 p1]         first pass: keys, values and states after it, with gradients
+                             |            one copy for each of the R rows
+    inputs (R, T)         [p2 c0 c1]      further passes: each input predicts the next token of its row
+                          [p2 c0  .]      . padding on the right: no token sees it, in attention or in a state
+    targets (R, T)        [c0 c1 c2]
+                          [c0 c1  .]
+
+Only prompts of one length share a first pass, so that no padding precedes a prompt, and only completions of
+similar length share a further pass. Gradients flow through the copies into the first pass.
+
+Axes: B rows of the batch, P distinct prompts, L prompt tokens, R rows of a pass, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from groupwise.compat.transformers import (
+    cache_argument,
+    cache_without_rows,
+    checkpoints_keep_cache,
+    select_cache_rows,
+    supports_cache_in_checkpoints,
+    supports_dynamic_cache,
+)
+from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
+from groupwise.policy.introspection import (
+    CausalLM,
+    accepted_arguments,
+    base_model,
+    has_prompt_learning,
+    is_text_only,
+    unwrapped,
+)
+from groupwise.policy.layouts.packed import dropout_of_attention, shape_of
+from groupwise.records import LogprobOutput, TokenBatch
+from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
+
+#: Methods by which a forward pass writes to a layer of its cache.
+_UPDATES = ("update", "update_conv_state", "update_recurrent_state")
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Completions of one further pass.
+
+    rows_R: their rows in the batch.
+    prompt_R: index of each row's prompt in the first pass.
+    input_ids_RT, target_RT: inputs of the model and the tokens that they predict.
+    kept: tokens of the truncated distribution at each of the R · T positions; None: all tokens.
+    """
+
+    rows_R: torch.Tensor
+    prompt_R: torch.Tensor
+    input_ids_RT: torch.Tensor
+    target_RT: torch.Tensor
+    kept: SamplingMask | None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Distinct prompts of one length without their last tokens, (P, L - 1), and all their completions."""
+
+    prompt_ids_PL: torch.Tensor
+    parts: list[Continuations]
+
+
+@dataclass(frozen=True)
+class ForkedSequences:
+    """Inputs of the forward passes over the sequences of a micro-batch."""
+
+    forks: list[Fork]
+
+    def num_tokens(self) -> int:
+        """Return the number of input tokens of all passes, padding included."""
+        parts = [part for fork in self.forks for part in fork.parts]
+        prompts = sum(fork.prompt_ids_PL.numel() for fork in self.forks)
+        return prompts + sum(part.input_ids_RT.numel() for part in parts)
+
+
+def fork_sequences(batch: TokenBatch) -> ForkedSequences:
+    """Arrange the sequences of ``batch`` in passes. Waits once for the device, to read the lengths."""
+    shape = shape_of(batch)
+    device = batch.prompt_ids_BL.device
+    forks = []
+    for groups, blocks in shape.forks(range(len(batch))):
+        length = shape.prompts[groups[0][0]]
+        prompt_of = {row: index for index, group in enumerate(groups) for row in group}
+        first = torch.tensor([group[0] for group in groups], device=device)
+        # Prompts end at the last column: padding is on their left.
+        prompt_ids_PL = batch.prompt_ids_BL[first, batch.prompt_ids_BL.shape[1] - length : -1]
+        parts = []
+        for rows in blocks:
+            width = shape.width(rows)
+            rows_R = torch.tensor(rows, device=device)
+            target_RT = batch.completion_ids_BT[rows_R, :width]
+            target_RT = F.pad(target_RT, (0, width - target_RT.shape[1]))
+            input_ids_RT = torch.cat([batch.prompt_ids_BL[rows_R, -1:], target_RT[:, :-1]], dim=1)
+            kept = None
+            if batch.sampling_mask is not None:
+                kept = join_sampling_masks([batch.sampling_mask[row] for row in rows], [width] * len(rows))
+            prompt_R = torch.tensor([prompt_of[row] for row in rows], device=device)
+            parts.append(Continuations(rows_R, prompt_R, input_ids_RT, target_RT, kept))
+        forks.append(Fork(prompt_ids_PL, parts))
+    return ForkedSequences(forks)
+
+
+def compute_forked_logprobs(
+    model: nn.Module, batch: TokenBatch, forked: ForkedSequences, head: LogprobHead, *, with_entropy: bool
+) -> LogprobOutput:
+    """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
+
+    Args:
+        model: one for which :func:`cannot_fork` returned None.
+        forked: the same sequences from :func:`fork_sequences`.
+
+    Returns:
+        log-probs and entropies (B, T), float32, arbitrary on padding.
+
+    Raises:
+        RuntimeError: the model did not use the cache that it was given.
+    """
+    name, accepted = cache_argument(base_model(model)) or "", accepted_arguments(model)
+
+    def inputs_of(ids_RT: torch.Tensor, start: int, cache: ForkableCache) -> ModelInputs:
+        inputs: ModelInputs = {"input_ids": ids_RT, name: cache}
+        if "position_ids" in accepted:  # not every model derives them from its cache
+            position_T = torch.arange(start, start + ids_RT.shape[1], device=ids_RT.device)
+            inputs["position_ids"] = position_T.expand(ids_RT.shape)
+        return inputs
+
+    order: list[torch.Tensor] = []
+    logps: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
+    width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
+    for fork in forked.forks:
+        prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
+        if fork.prompt_ids_PL.numel():  # a prompt of one token has nothing before its last token
+            with checkpoints_keep_cache(model):
+                # Below DDP: its hooks fire once per backward pass, whichever passes a parameter was used in.
+                unwrapped(model)(
+                    **inputs_of(fork.prompt_ids_PL, 0, prompt), logits_to_keep=1, use_cache=False
+                )
+            prompt.check_written()
+        for part in fork.parts:
+            before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
+            cache = ForkableCache(before, num_tokens, keep=False)
+            inputs = inputs_of(part.input_ids_RT, fork.prompt_ids_PL.shape[1], cache)
+            with checkpoints_keep_cache(model):
+                logps_RT, entropy_RT, _ = forward_logprobs(
+                    model,
+                    inputs,
+                    part.target_RT,
+                    head,
+                    batch.sampler.temperature,
+                    with_entropy=with_entropy,
+                    kept=part.kept,
+                )
+            cache.check_written()
+            order.append(part.rows_R)
+            logps.append(F.pad(logps_RT, (0, width - part.target_RT.shape[1])))  # (R, T) of the batch
+            if entropy_RT is not None:
+                entropies.append(F.pad(entropy_RT, (0, width - part.target_RT.shape[1])))
+        prompt.after.clear()  # a recomputation reads the layers before the pass alone
+    back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
+    return LogprobOutput(torch.cat(logps)[back_B], torch.cat(entropies)[back_B] if entropies else None)
+
+
+class ForkableCache(DynamicCache):
+    """Cache whose layers a forward pass reads as they were before it; what the pass writes is kept apart.
+
+    A recomputation in the backward pass therefore repeats the same values, and no tensor that autograd has
+    saved is written to.
+
+    Args:
+        before: layers before the pass.
+        num_tokens: input tokens of all passes of the micro-batch, whose activations exist together.
+        keep: keep what the pass writes, for passes that continue it.
+
+    Attributes:
+        written: (layer, method, number of the state) of every write so far.
+    """
+
+    def __init__(self, before: list[Any], num_tokens: int, *, keep: bool) -> None:
+        self.before = before
+        self.num_tokens = num_tokens
+        self.after = [_copy(layer) for layer in before] if keep else []
+        self.written: set[tuple[Any, ...]] = set()
+        Cache.__init__(self, layers=[self._reader(index) for index in range(len(before))])
+
+    def rows(self, rows_R: torch.Tensor) -> list[Any]:
+        """Return the layers after the pass with rows ``rows_R``, which may repeat rows."""
+        layers = [_copy(layer) for layer in self.after]
+        for layer in layers:
+            for number, size in getattr(layer, "conv_kernel_size", {}).items():
+                if size is not None:  # only the inputs that the convolution of the next token reads
+                    layer.conv_states[number] = layer.conv_states[number][..., -size:]
+            select_cache_rows(layer, rows_R)
+        return layers
+
+    def check_written(self) -> None:
+        """Raise a RuntimeError if the pass wrote nothing: it saw no cache."""
+        if not self.written:
+            raise RuntimeError(
+                "sequence_layout='forked': the model's forward did not use the cache that it was given; "
+                "use sequence_layout='padded'"
+            )
+
+    def _reader(self, index: int) -> Any:
+        """Return layer ``index`` as the pass sees it."""
+        reader = _copy(self.before[index])
+        for method in _UPDATES:
+            if hasattr(reader, method):
+                setattr(reader, method, partial(self._update, index, method))
+        return reader
+
+    def _update(self, index: int, method: str, *states: Any, **kwargs: Any) -> Any:
+        number = next((state for state in states if isinstance(state, int)), 0)  # of several in one layer
+        write = (index, method, number)
+        # The second time is a recomputation: its result counts, its states have been kept.
+        keeps = bool(self.after) and write not in self.written
+        layer = self.after[index] if keeps else _copy(self.before[index])
+        self.written.add(write)
+        if method != "update_recurrent_state":
+            return getattr(layer, method)(*states, **kwargs)
+        # The layer's own method copies into the old state, which autograd has saved.
+        layer.recurrent_states[number] = states[0]
+        layer.is_recurrent_states_initialized[number] = True
+        return states[0]
+
+
+def _empty_layers(model: nn.Module) -> list[Any]:
+    """Create the layers of the cache of ``model`` before the first token."""
+    layers: list[Any] = DynamicCache(config=base_model(model).config).layers
+    for layer in layers:
+        if hasattr(layer, "conv_states"):
+            layer.record_past = True  # without, convolutions write their last inputs in place
+    return layers
+
+
+def _copy(layer: Any) -> Any:
+    """Return a cache layer with the same tensors, whose attributes can be set apart from it."""
+    copied = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):  # states by number
+            setattr(copied, name, dict(value))
+    return copied
+
+
+def cannot_fork(model: nn.Module) -> str | None:
+    """Return the reason why the cache of ``model`` cannot be continued with gradients; None if it can."""
+    base: CausalLM = base_model(model)
+    if has_prompt_learning(model):
+        return "its adapter adds virtual tokens to every prompt"
+    if not is_text_only(model):
+        return "it has a vision or audio part"
+    if base.config.is_encoder_decoder or not supports_dynamic_cache(base):
+        return f"transformers makes no DynamicCache for {type(base).__name__}"
+    if cache_argument(base) is None or "logits_to_keep" not in accepted_arguments(model):
+        return "its forward does not accept a cache and logits_to_keep"
+    if not supports_cache_in_checkpoints():
+        return "this version of transformers takes the cache from layers under gradient checkpointing"
+    return cache_without_rows(base) or dropout_of_attention(base)

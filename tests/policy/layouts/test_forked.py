@@ -1,0 +1,258 @@
+"""The layout with a prompt's cache: log-probs, entropies and gradients equal those of each row alone.
+
+Files: ``policy/layouts/forked.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from policy.layouts.test_packed import RIGHT, build, completions, values_and_gradients
+from support.runs import trainer
+
+from groupwise.errors import ConfigError
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layouts import forked
+from groupwise.policy.layouts.forked import (
+    cannot_fork,
+    compute_forked_logprobs,
+    fork_sequences,
+)
+from groupwise.policy.layouts.packed import shape_of
+from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.policy.recomputation import SelectiveRecomputation
+from groupwise.records import LogprobOutput, SamplerSettings
+
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+STATES = {
+    "qwen3_5": (transformers.Qwen3_5TextConfig, LINEAR),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, {**LINEAR, **SHARED_EXPERT}),
+    "qwen3_next": (transformers.Qwen3NextConfig, {**LINEAR, **SHARED_EXPERT}),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, LINEAR),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS}),
+    "bamba": (transformers.BambaConfig, {"attn_layer_indices": [1], **MAMBA2}),
+    "falcon_h1": (transformers.FalconH1Config, {**MAMBA2, "mamba_d_ssm": 64}),
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+        | {"shared_intermediate_size": 32},
+    ),
+    "zamba2": (
+        transformers.Zamba2Config,
+        {"mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8, "num_mem_blocks": 1}
+        | {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        {"layers_block_type": ["mamba", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8}
+        | {"ssm_state_size": 8, "chunk_size": 8, "n_groups": 1},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
+}
+#: A Mamba whose scan begins at zero whatever its cache has, so that only single tokens continue a prompt.
+JAMBA = (
+    transformers.JambaConfig,
+    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+)
+#: Prompts of 1, 3 and 9 tokens, two groups of one length; completions of 0 to 70 tokens, so that one fork has
+#: two blocks.
+LENGTHS = ((3, (4, 1, 7)), (9, (2, 0)), (1, (3, 1)), (3, (45, 2)))
+
+
+def compute(model, batch, head, *, with_entropy):
+    return compute_forked_logprobs(model, batch, fork_sequences(batch), head, with_entropy=with_entropy)
+
+
+def alone(model, batch, head, *, with_entropy):
+    """Log-probs and entropies from the plain forward of each sequence alone, without padding."""
+    width = batch.completion_ids_BT.shape[1]
+    rows = []
+    for row in range(len(batch)):
+        prompt = batch.prompt_ids_BL[row][batch.prompt_mask_BL[row].bool()]
+        completion = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()]
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0].float()
+        logps = (logits[len(prompt) - 1 : -1] / batch.sampler.temperature).log_softmax(-1)
+        values = torch.stack([logps.gather(1, completion[:, None])[:, 0], -(logps.exp() * logps).sum(-1)])
+        rows.append(torch.nn.functional.pad(values, (0, width - len(completion))))
+    both = torch.stack(rows)  # (B, 2, T)
+    return LogprobOutput(both[:, 0], both[:, 1])
+
+
+def assert_equal(given, expected, tolerance):
+    torch.testing.assert_close(given[:2], expected[:2], atol=tolerance, rtol=0)
+    scale = max(float(gradient.abs().max()) for gradient in expected[2])
+    for ours, theirs in zip(given[2], expected[2], strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("name", [*STATES, "llama", "gemma3"])
+def test_values_and_gradients_are_those_of_each_row_alone(name):
+    model = build(*{**STATES, **RIGHT}[name])
+    batch = completions(LENGTHS)
+    assert cannot_fork(model) is None
+    expected = values_and_gradients(model, batch, alone)
+    # float32, states of 50 steps: 200 roundings of 6e-8
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+
+
+def test_gradient_checkpointing_recomputes_the_same():
+    model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
+    expected = values_and_gradients(model, batch, compute)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=0)
+    # Three lengths of prompts: two first passes (a prompt of one token has none) and four others, each twice.
+    assert len(calls) == 2 * (2 + 4)
+
+
+def test_layers_that_fit_into_memory_are_kept_for_all_passes_together():
+    model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
+    expected = values_and_gradients(model, batch, compute)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputation = SelectiveRecomputation(0.5)
+    recomputation.install(model)
+    values_and_gradients(model, batch, compute)
+    # Room for all three layers of the largest pass, not of the whole micro-batch.
+    recomputation.room = 3 * recomputation._bytes
+    calls = []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=0)
+    kept = recomputation.num_kept(fork_sequences(batch).num_tokens())
+    assert kept < 2 and len(calls) == 2 * (2 + 4)
+
+
+def test_an_adapter_on_linear_attention_is_trained_the_same():
+    targets = ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]
+    model = get_peft_model(
+        build(*STATES["qwen3_5"]), LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    )
+    expected = values_and_gradients(model, completions(LENGTHS), alone)
+    assert_equal(values_and_gradients(model, completions(LENGTHS), compute), expected, tolerance=1.2e-5)
+
+
+def test_bfloat16_stays_within_its_rounding():
+    model, exact = build(*STATES["qwen3_5"]).to(torch.bfloat16), build(*STATES["qwen3_5"]).double()
+    batch, head = completions(LENGTHS), LogprobHead("chunked")
+    mask = batch.completion_mask_BT
+    with torch.no_grad():
+        truth, rows, given = (
+            function(m, batch, head, with_entropy=False).logps_BT
+            for function, m in ((alone, exact), (alone, model), (compute, model))
+        )
+    error, allowed = ((logps - truth).abs() * mask for logps in (given, rows))
+    assert error.sum() <= (1.5 * allowed.sum() + 1e-3 * mask.sum())
+
+
+def test_tokens_are_counted_as_they_are_computed():
+    batch = completions(LENGTHS)
+    # first passes: 2 prompts of 2 tokens, 1 of 8; further passes: blocks of (45), (7 4 2 1), (2 0), (3 1)
+    expected = 2 * 2 + 8 + 45 + 4 * 7 + 2 * 2 + 2 * 3
+    shape, rows = shape_of(batch), range(len(batch))
+    assert fork_sequences(batch).num_tokens() == expected == shape.input_tokens(rows, "forked")
+    assert shape.padding(rows, "forked") == 45 + 4 * 7 + 2 * 2 + 2 * 3 - (4 + 1 + 7 + 2 + 0 + 3 + 1 + 45 + 2)
+    some = [1, 2, 7]  # the rest of their groups are in other micro-batches
+    assert (
+        fork_sequences(batch.select(some)).num_tokens() == shape.input_tokens(some, "forked") == 4 + 45 + 14
+    )
+
+
+def test_truncated_distributions_and_the_temperature_are_those_of_each_row():
+    from policy.layouts.test_truncated_layouts import with_sampling_mask
+
+    model = build(*RIGHT["llama"])
+    batch = with_sampling_mask(model, completions(LENGTHS))
+    batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
+    from groupwise.policy.layouts.padded import compute_padded_logprobs
+
+    mask = batch.completion_mask_BT
+    given, expected = (
+        function(model, batch, LogprobHead("chunked"), with_entropy=False).logps_BT * mask
+        for function in (compute, compute_padded_logprobs)
+    )
+    torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
+
+
+def test_auto_takes_it_where_prompts_cannot_be_packed():
+    model = build(*STATES["lfm2"])
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == "forked"
+    # Without groups no prompt would be computed twice.
+    assert choose_layout("auto", model, group_size=1, with_aux_loss=False).choice == "padded"
+    assert choose_layout("auto", build(*RIGHT["llama"]), group_size=4, with_aux_loss=False).choice == (
+        "shared_prefix"
+    )
+    path = choose_layout(
+        "auto", model, group_size=4, with_aux_loss=False, one_forward="parameters are sharded"
+    )
+    assert path.choice == "padded" and path.reason == (
+        "it has layers of type conv; not forked: parameters are sharded"
+    )
+
+
+def test_a_cache_that_cannot_be_continued_is_refused_by_name(monkeypatch):
+    mamba = build(transformers.MambaConfig, {"state_size": 4})
+    with pytest.raises(ConfigError, match="MambaForCausalLM does not support sequence_layout='forked'"):
+        choose_layout("forked", mamba, group_size=4, with_aux_loss=False)
+    assert choose_layout("auto", mamba, group_size=4, with_aux_loss=False).choice == "padded"
+    model = build(*STATES["lfm2"])
+    monkeypatch.setattr(forked, "supports_cache_in_checkpoints", lambda: False)
+    with pytest.raises(ConfigError, match="'forked': this version of transformers takes the cache"):
+        choose_layout("forked", model, group_size=4, with_aux_loss=False)
+
+
+def test_a_model_that_ignores_the_cache_is_an_error():
+    model, batch = build(*RIGHT["llama"]), completions(LENGTHS)
+    inner = model.model.forward
+    model.model.forward = lambda *args, past_key_values=None, cache=None, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="did not use the cache"):
+        compute(model, batch, LogprobHead("chunked"), with_entropy=False)
+
+
+def test_the_first_use_check_finds_a_state_that_is_not_continued(caplog):
+    batch = completions(LENGTHS)
+    for kind, layout in ((STATES["qwen3_5"], "forked"), (JAMBA, "padded")):
+        model = build(*kind)
+        chosen = choose_layout("auto", model, group_size=4, with_aux_loss=False).choice
+        assert chosen == "forked"
+        computer = LogprobComputer(chosen, LogprobHead("chunked"))
+        computer(model, batch, with_entropy=False)
+        assert computer.layout == layout
+    assert "sequence_layout=forked does not reproduce" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gpt_oss"])
+def test_a_run_trains_as_the_padded_one(kind, tmp_path):
+    def parameters(layout):
+        model = build(*STATES[kind]).eval()
+        coefficient = None if kind == "qwen3_5" else 0.0  # the balancing loss needs the padded layout
+        run = trainer(
+            tmp_path / layout, model=model, sequence_layout=layout, max_steps=2, beta=0.1,
+            num_generations=4, per_device_train_batch_size=8, max_completion_length=6,
+            learning_rate=0.1, optim="sgd", gradient_checkpointing=True, router_aux_loss_coef=coefficient,
+        )  # fmt: skip
+        run.train()
+        assert run.logprob_computer.layout == layout.replace("auto", "forked")
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+    given, expected = parameters("auto"), parameters("padded")
+    start = torch.cat([p.detach().flatten() for p in build(*STATES[kind]).parameters()])
+    assert (given - expected).abs().max() < 2e-5 < 5e-3 < (given - start).abs().max()
