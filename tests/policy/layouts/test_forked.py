@@ -73,7 +73,7 @@ JAMBA = (
     {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
     | {"mamba_d_state": 4, "mamba_dt_rank": 4},
 )
-#: Prompts of 1, 3 and 9 tokens, two groups of one length; completions of 0 to 70 tokens, so that one fork has
+#: Prompts of 1, 3 and 9 tokens, two groups of one length; completions of 0 to 45 tokens, so that one fork has
 #: two blocks.
 LENGTHS = ((3, (4, 1, 7)), (9, (2, 0)), (1, (3, 1)), (3, (45, 2)))
 
@@ -236,7 +236,7 @@ def test_the_first_use_check_finds_a_state_that_is_not_continued(caplog):
         computer = LogprobComputer(chosen, LogprobHead("chunked"))
         computer(model, batch, with_entropy=False)
         assert computer.layout == layout
-    assert "sequence_layout=forked does not reproduce" in caplog.text
+    assert "sequence_layout='forked' does not reproduce" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gpt_oss"])

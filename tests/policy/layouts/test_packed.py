@@ -143,7 +143,7 @@ def test_an_architecture_that_would_be_wrong_is_refused(name):
     model = build(config_class, changes)
     with pytest.raises(ConfigError, match=reason):
         choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
-    # Its prompts are computed once all the same, by passes over a cache, where it has one that can be continued.
+    # Prompts are computed once all the same, by passes over the cache of those that have one.
     otherwise = "forked" if name in ("gpt_oss", "llama_eager", "lfm2") else "padded"
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == otherwise
 
