@@ -18,6 +18,7 @@ Axes: B rows of the batch, P distinct prompts, L prompt tokens, R rows of a pass
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ from groupwise.policy.introspection import (
     is_text_only,
     unwrapped,
 )
-from groupwise.policy.layouts.packed import dropout_of_attention, shape_of
+from groupwise.policy.layouts.packed import Shape, dropout_of_attention, shape_of
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
@@ -91,12 +92,48 @@ class ForkedSequences:
         return prompts + sum(part.input_ids_RT.numel() for part in parts)
 
 
+def plan_forks(shape: Shape, rows: Sequence[int]) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Return the groups of each length of a prompt, and the blocks of rows that continue them together.
+
+    A block has completions of similar length, to the longest of which they are padded: the shortest has at
+    least half its length, or at most 32 tokens less.
+    """
+    by_length: dict[int, list[list[int]]] = {}
+    for group in shape.groups_of(rows):
+        by_length.setdefault(shape.prompts[group[0]], []).append(group)
+    forks = []
+    for groups in by_length.values():
+        blocks: list[list[int]] = []
+        longest = 0
+        for row in sorted((row for group in groups for row in group), key=lambda r: -shape.completions[r]):
+            length = shape.completions[row]
+            if not blocks or (2 * length < longest and length + 32 < longest):
+                blocks.append([])
+                longest = length
+            blocks[-1].append(row)
+        forks.append((groups, blocks))
+    return forks
+
+
+def _width(shape: Shape, block: Sequence[int]) -> int:
+    # At least 2: models decode a single token by kernels without a backward pass.
+    return max(2, *(shape.completions[row] for row in block))
+
+
+def count_tokens(shape: Shape, rows: Sequence[int]) -> tuple[int, int]:
+    """Return the input tokens of all passes over ``rows``, and the padding among them."""
+    forks = plan_forks(shape, rows)
+    prompts = sum(len(groups) * (shape.prompts[groups[0][0]] - 1) for groups, _ in forks)
+    inputs = sum(len(block) * _width(shape, block) for _, blocks in forks for block in blocks)
+    return prompts + inputs, inputs - sum(shape.completions[row] for row in rows)
+
+
 def fork_sequences(batch: TokenBatch) -> ForkedSequences:
     """Arrange the sequences of ``batch`` in passes. Waits once for the device, to read the lengths."""
     shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
     forks = []
-    for groups, blocks in shape.forks(range(len(batch))):
+    for groups, blocks in plan_forks(shape, range(len(batch))):
         length = shape.prompts[groups[0][0]]
         prompt_of = {row: index for index, group in enumerate(groups) for row in group}
         first = torch.tensor([group[0] for group in groups], device=device)
@@ -104,7 +141,7 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
         prompt_ids_PL = batch.prompt_ids_BL[first, batch.prompt_ids_BL.shape[1] - length : -1]
         parts = []
         for rows in blocks:
-            width = shape.width(rows)
+            width = _width(shape, rows)
             rows_R = torch.tensor(rows, device=device)
             target_RT = batch.completion_ids_BT[rows_R, :width]
             target_RT = F.pad(target_RT, (0, width - target_RT.shape[1]))

@@ -198,54 +198,29 @@ class Shape:
         if layout == "packed":
             return sum(self.prompts[row] + self.completions[row] for row in rows)
         if layout == "forked":
-            return sum(
-                len(groups) * (self.prompts[groups[0][0]] - 1)
-                + sum(len(block) * self.width(block) for block in blocks)
-                for groups, blocks in self.forks(rows)
-            )
-        return sum(self.group_tokens(group) for group in self._groups_of(rows))
+            return _passes(self, rows)[0]
+        return sum(self.group_tokens(group) for group in self.groups_of(rows))
 
     def padding(self, rows: Sequence[int], layout: str) -> int:
         """Return the number of padding tokens among the input tokens."""
         if layout == "forked":
-            blocks = [block for _, blocks in self.forks(rows) for block in blocks]
-            inputs = sum(len(block) * self.width(block) for block in blocks)
-            return inputs - sum(self.completions[row] for row in rows)
-        return (
-            self.input_tokens(rows, layout) - self.input_tokens(rows, "packed") if layout == "padded" else 0
-        )
+            return _passes(self, rows)[1]
+        if layout == "padded":
+            return self.input_tokens(rows, layout) - self.input_tokens(rows, "packed")
+        return 0
 
-    def width(self, block: Sequence[int]) -> int:
-        """Return the columns of a block of :meth:`forks`."""
-        # At least 2: models decode a single token by kernels without a backward pass.
-        return max(2, *(self.completions[row] for row in block))
-
-    def forks(self, rows: Sequence[int]) -> list[tuple[list[list[int]], list[list[int]]]]:
-        """Return the passes of the layout `forked`: for each length of a prompt, its groups and their blocks.
-
-        A block has completions of similar length, to the longest of which they are padded: the shortest has
-        at least half its length, or at most 32 tokens less.
-        """
-        by_length: dict[int, list[list[int]]] = {}
-        for group in self._groups_of(rows):
-            by_length.setdefault(self.prompts[group[0]], []).append(group)
-        forks = []
-        for groups in by_length.values():
-            blocks: list[list[int]] = []
-            longest = 0
-            for row in sorted((row for group in groups for row in group), key=lambda r: -self.completions[r]):
-                length = self.completions[row]
-                if not blocks or (2 * length < longest and length + 32 < longest):
-                    blocks.append([])
-                    longest = length
-                blocks[-1].append(row)
-            forks.append((groups, blocks))
-        return forks
-
-    def _groups_of(self, rows: Sequence[int]) -> list[list[int]]:
+    def groups_of(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the runs of ``rows`` with the same prompt."""
         kept = set(rows)  # other rows of a group are in other micro-batches
         groups = ([row for row in group if row in kept] for group in self.groups())
         return [group for group in groups if group]
+
+
+def _passes(shape: Shape, rows: Sequence[int]) -> tuple[int, int]:
+    """Return input tokens and padding of the layout `forked`."""
+    from groupwise.policy.layouts.forked import count_tokens
+
+    return count_tokens(shape, rows)
 
 
 def shape_of(batch: TokenBatch) -> Shape:
