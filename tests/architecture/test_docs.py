@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -96,6 +97,28 @@ def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tmp_path, 
         if not block["reason"]:
             code = MODELS.sub(str(model), block["code"])
             exec(compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True), namespace)
+
+
+def test_the_notebook_runs(tiny_model, tmp_path, monkeypatch):
+    """Run its cells in one namespace, without a kernel; a cell ends with what the notebook shows."""
+    plt = pytest.importorskip("matplotlib.pyplot")
+    from groupwise import GRPOConfig
+
+    notebook = json.loads((ROOT / "examples" / "notebooks" / "grpo_in_30_minutes.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert sum("HuggingFaceTB/SmolLM2-135M-Instruct" in cell for cell in cells) == 1 and not any(
+        cell.get("outputs") for cell in notebook["cells"]
+    )
+    monkeypatch.chdir(tmp_path)
+    plt.switch_backend("agg")
+    given, small = GRPOConfig.__init__, {**SMALL, "max_steps": 2}
+    monkeypatch.setattr(GRPOConfig, "__init__", lambda self, *a, **k: given(self, *a, **{**k, **small}))
+    namespace = {"__name__": "notebook"}
+    for number, cell in enumerate(cells):
+        exec(compile(MODELS.sub(str(tiny_model), cell), f"cell {number}", "exec"), namespace)
+    assert [log["step"] for log in namespace["slower"].state.log_history if "reward" in log] == [1, 2]
+    assert len(namespace["ends"]) == 128  # two steps of 64 completions
+    assert (tmp_path / "capitals" / "report.html").is_file()
 
 
 def test_few_blocks_are_not_run_and_each_gives_a_reason():
