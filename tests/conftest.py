@@ -13,6 +13,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
     CI="true",  # no default tracker
+    PYTHONDONTWRITEBYTECODE="",  # a worker would compile torch and transformers anew
     CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -236,7 +236,7 @@ class GRPOTrainer(
         self.event_loop = agents.executor.loop  # of tools and environments, and of rewards
         weakref.finalize(self, self.event_loop.close)
         self.backend = make_backend(
-            lambda: gatherable(accelerator, self.model_wrapped), args, self.processing_class, backend
+            lambda: gatherable(self.model_wrapped), args, self.processing_class, backend
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = make_agents(agents, args, self.processing_class, self.backend, self.model, accelerator)
@@ -368,7 +368,7 @@ class GRPOTrainer(
     def sync_sampler(self, mode: Mode) -> None:
         """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
         with self.metrics[mode].phase("sync"):
-            weights = PolicyWeights(gatherable(self.accelerator, self.model_wrapped))
+            weights = PolicyWeights(gatherable(self.model_wrapped))
             self.backend.sync_weights(weights, step=self.state.global_step)
 
     def make_request(

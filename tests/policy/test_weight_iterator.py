@@ -11,12 +11,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.runs import policy
 from support.workers.launch import run_ranks
+from torch.nn import DataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.colocate import adapter_arguments
+from groupwise.policy.introspection import unwrapped
 from groupwise.policy.quantization import keep_4bit_weights_unpacked
-from groupwise.policy.weight_iterator import base_weights, buckets, rounded, weight_iterator
+from groupwise.policy.weight_iterator import base_weights, buckets, gatherable, rounded, weight_iterator
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 
@@ -49,6 +51,16 @@ def test_a_plain_model_streams_its_checkpoint(tmp_path, tied):
     expected = checkpoint(model, tmp_path)
     assert ("lm_head.weight" in expected) is not tied
     assert_same(weight_iterator(model), expected, rtol=0, atol=0)
+
+
+def test_unwrapping_looks_for_deepspeed_below_a_wrapper_alone(monkeypatch):
+    """It is called dozens of times a step, and accelerate reads the metadata of the package in every call."""
+    model, calls = policy(), []
+    compiled = torch.compile(model)
+    monkeypatch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: calls.append(1))
+    assert unwrapped(model) is model and gatherable(model) is model and not calls
+    assert unwrapped(compiled) is unwrapped(DataParallel(model)) is model
+    assert gatherable(compiled) is compiled and len(calls) == 3
 
 
 def test_a_compiled_layer_and_wrapped_modules_keep_their_names(tmp_path):

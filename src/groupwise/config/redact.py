@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -45,6 +46,7 @@ _IN_TEXT, _IN_URL = re.compile(_PAIR), re.compile(rf"(?<=[?&#;]){_PAIR}")
 _NO_VALUE = re.compile(r"None|[Nn]ull|[Tt]rue|[Ff]alse|\d{1,7}|[\"']{2}|[\"']?<.*")
 
 
+@lru_cache(maxsize=4096)  # asked of every variable of the environment and every key, again and again
 def is_secret_name(name: str) -> bool:
     """Return True for names like ``hub_token``, ``apiKey``, ``PGPASSWORD`` and ``Authorization``."""
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[.-]", "_", name).lower()
@@ -83,20 +85,32 @@ def masked(value: Any, name: str = "", clean: Callable[[str], str] = _without_va
     return clean(value) if isinstance(value, str) else value
 
 
-def redact(text: str) -> str:
+def redact(text: str, secrets: Sequence[tuple[str, str]] | None = None) -> str:
     """Return the text without credentials: of the environment, of URLs, after their names, by their form.
+
+    Args:
+        secrets: those of the environment, where they were read for many texts.
 
     >>> redact("no access with hf_aaaaaaaaaaaaaaaaaaaaaaaa")
     'no access with <HF_TOKEN>'
     """
+    for form, shown in _secrets_of_environment() if secrets is None else secrets:
+        text = text.replace(form, shown)
+    return _IN_TEXT.sub(_without_pair, _without_values(text))
+
+
+def _secrets_of_environment() -> list[tuple[str, str]]:
+    """Return the forms that credentials of the environment have in texts, each with its replacement."""
+    forms = []
     for name in [*SECRET_VARIABLES, *filter(is_secret_name, os.environ)]:
         secret = os.environ.get(name, "")
         if len(secret) >= 8 and name != "PWD":  # a shorter one would also replace parts of words
-            for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe="")):
-                text = text.replace(form, f"<{name}>")
-    return _IN_TEXT.sub(_without_pair, _without_values(text))
+            written = (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""))
+            forms += [(form, f"<{name}>") for form in written]
+    return forms
 
 
 def redacted_json(data: Any) -> str:
     """Return data as JSON without credentials, which are removed before quotes in them are escaped."""
-    return json.dumps(masked(data, clean=redact), indent=1, default=lambda value: redact(str(value)))
+    clean = partial(redact, secrets=_secrets_of_environment())
+    return json.dumps(masked(data, clean=clean), indent=1, default=lambda value: clean(str(value)))

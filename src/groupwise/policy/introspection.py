@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from groupwise.compat.torch import WRAPPER_NAMES
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError, boundary
 
@@ -42,9 +43,11 @@ KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 # Below wrappers and adapters.
 
 
-def unwrapped(model: nn.Module) -> PreTrainedModel:
+def unwrapped(model: nn.Module, keep_torch_compile: bool = False) -> PreTrainedModel:
     """Return the model below DDP, FSDP, DeepSpeed and torch.compile; wrappers for mixed precision remain."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
+    if not any(hasattr(model, name) for name in ("module", *WRAPPER_NAMES)):
+        return cast(PreTrainedModel, model)  # accelerate's function reads metadata of DeepSpeed in every call
+    return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
 
 def check_model(model: object, argument: str) -> None:

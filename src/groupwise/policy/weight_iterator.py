@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -22,7 +21,7 @@ from groupwise.compat.deepspeed import is_partitioned
 from groupwise.compat.torch import WRAPPER_NAMES, persistent_buffers, set_parameter
 from groupwise.compat.transformers import to_checkpoint_names
 from groupwise.errors import BackendError
-from groupwise.policy.introspection import CausalLM, without_adapter
+from groupwise.policy.introspection import CausalLM, unwrapped, without_adapter
 
 BUCKET_BYTES = 512 * 2**20
 
@@ -174,9 +173,9 @@ class PolicyWeights:
         return LoRAWeights(tensors, {**config, "target_modules": sorted(config["target_modules"])}, scaling)
 
 
-def gatherable(accelerator: Accelerator, model: nn.Module) -> CausalLM:
+def gatherable(model: nn.Module) -> CausalLM:
     """Unwrap the policy, except from FSDP version 1, which is needed to gather its weights."""
-    return model if isinstance(model, FullyShardedDataParallel) else accelerator.unwrap_model(model)
+    return model if isinstance(model, FullyShardedDataParallel) else unwrapped(model, keep_torch_compile=True)
 
 
 def _summoned(units: Iterable[nn.Module | None]) -> ExitStack:

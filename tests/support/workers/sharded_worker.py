@@ -60,7 +60,7 @@ def check_units(build: Callable[[], Any], original: bool) -> str:
             torch.testing.assert_close(got[key], tensor, rtol=1e-6, atol=1e-7, msg=key)
         ids = torch.arange(2, 10)[None]
         sharded(input_ids=ids, labels=ids).loss.backward()
-    assert gatherable(None, sharded) is sharded
+    assert gatherable(sharded) is sharded
     if build is lora:
         with pytest.raises(BackendError, match="fsdp_version"):
             PolicyWeights(sharded).adapter()
