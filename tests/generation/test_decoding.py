@@ -49,6 +49,7 @@ from transformers.cache_utils import DynamicLayer
 from groupwise.compat.torch import has_onednn_linear
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu.linear import replace_linears
+from groupwise.cpu.multinomial import NO_TOKEN, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation import decoding
 from groupwise.generation.decoding import (
@@ -259,10 +260,10 @@ def test_sampling_on_an_accelerator_draws_as_torch_does_and_reports_nan_once(mon
     probabilities[:, ::3] = 0
     expected = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(3)).squeeze(1)
     probabilities[7, 2] = torch.nan
-    tokens = decoding.unchecked_multinomial(probabilities, torch.Generator().manual_seed(3))
-    assert tokens[7] == decoding.NO_TOKEN
+    tokens = unchecked_multinomial(probabilities, torch.Generator().manual_seed(3))
+    assert tokens[7] == NO_TOKEN
     assert torch.equal(tokens.where(torch.arange(64) != 7, expected), expected)
-    monkeypatch.setattr(decoding, "multinomial", decoding.unchecked_multinomial)
+    monkeypatch.setattr(decoding, "multinomial", unchecked_multinomial)
     model = tiny("llama")
     config = settings(do_sample=True, max_new_tokens=4)
     assert [len(completion.token_ids) for completion in by_groups(model, PROMPTS, config)]

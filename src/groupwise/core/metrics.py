@@ -98,19 +98,12 @@ def detach_metrics(metrics: Mapping[str, Reduction]) -> dict[str, tuple[str, tup
 
     Tensors are read together, once per dtype and device: each read waits for the device.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     values = [value for reduction in metrics.values() for value in vars(reduction).values()]
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            alike.setdefault((value.dtype, value.device), []).append(value)
-    # By identity: tensors compare element by element.
-    read = {
-        id(tensor): number
-        for tensors in alike.values()
-        for tensor, number in zip(
-            tensors, torch.stack([t.reshape(()) for t in tensors]).tolist(), strict=True
-        )
-    }
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    read: dict[int, float] = {}  # by identity: tensors compare element by element
+    for kind in {(tensor.dtype, tensor.device) for tensor in tensors}:
+        alike = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
+        read.update(zip(map(id, alike), torch.stack([t.reshape(()) for t in alike]).tolist(), strict=True))
     return {
         name: (
             type(reduction).__name__,

@@ -1,4 +1,4 @@
-"""Multinomial sampling on a CPU from a large vocabulary.
+"""Multinomial sampling from a large vocabulary: on a CPU, and without a wait on other devices.
 
 Axes: R rows, V vocabulary, N blocks of it, W tokens of a block.
 """
@@ -11,6 +11,8 @@ import torch
 
 from groupwise.errors import BackendError
 
+#: Token of a row whose logits are NaN or infinite.
+NO_TOKEN = -1
 INVALID_LOGITS = "the policy's logits are NaN or infinite, so no token can be sampled; check its weights"
 
 
@@ -35,6 +37,19 @@ def multinomial(probabilities_RV: torch.Tensor, generator: torch.Generator | Non
     block_R = _inverse_cdf(sums_RN, generator)
     rows_R = torch.arange(len(block_R), device=block_R.device)
     return block_R * size + _inverse_cdf(blocks_RNW[rows_R, block_R], generator)
+
+
+def unchecked_multinomial(
+    probabilities_RV: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Sample one token per row as ``torch.multinomial``, which also waits for two checks: (R,).
+
+    For other devices than a CPU. Changes ``probabilities_RV``; a row with NaN gets ``NO_TOKEN``.
+    """
+    noise_RV = torch.empty_like(probabilities_RV).exponential_(generator=generator)
+    noise_RV.clamp_(min=torch.finfo(noise_RV.dtype).tiny)  # 0 / 0 would be a token without probability
+    best_R, tokens_R = probabilities_RV.div_(noise_RV).max(-1)  # argmax p / Exp(1)
+    return tokens_R.masked_fill(best_R.isnan(), NO_TOKEN)
 
 
 def _inverse_cdf(weights_RN: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:

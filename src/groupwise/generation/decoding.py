@@ -35,7 +35,7 @@ from groupwise.compat.transformers import (
     supports_dynamic_cache,
     update_model_kwargs,
 )
-from groupwise.cpu.multinomial import INVALID_LOGITS, multinomial
+from groupwise.cpu.multinomial import INVALID_LOGITS, NO_TOKEN, multinomial, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
@@ -74,10 +74,6 @@ NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1,
 
 #: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
 FINISHED_SHARE = 0.25
-
-
-#: Token of a row without a probability: logits that are NaN or infinite, on a device other than the CPU.
-NO_TOKEN = -1
 
 
 class ForeignProcessorError(Exception):
@@ -291,19 +287,6 @@ def sample_tokens(
     if scores_RV.device.type == "cpu":
         return multinomial(probabilities_RV, generator)
     return unchecked_multinomial(probabilities_RV, generator)
-
-
-def unchecked_multinomial(
-    probabilities_RV: torch.Tensor, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """Sample one token per row as ``torch.multinomial``, which also waits for two checks: (R,).
-
-    Changes ``probabilities_RV``. A row with NaN has ``NO_TOKEN``.
-    """
-    noise_RV = torch.empty_like(probabilities_RV).exponential_(generator=generator)
-    noise_RV.clamp_(min=torch.finfo(noise_RV.dtype).tiny)  # 0 / 0 would be a token without probability
-    best_R, tokens_R = probabilities_RV.div_(noise_RV).max(-1)  # argmax p / Exp(1)
-    return tokens_R.masked_fill(best_R.isnan(), NO_TOKEN)
 
 
 class _Rows:

@@ -87,19 +87,14 @@ class SamplingMaskRecorder(LogitsProcessor):
         self._find_ids()
         sizes = torch.tensor([len(rows_R) for rows_R in self._rows])  # (T,), rows in the batch at each step
         ids, counts = zip(*self._found, strict=True)
-        record = torch.cat([*(rows_R.int() for rows_R in self._rows), *counts, *ids]).cpu()  # one copy
-        num = int(sizes.sum())
-        row_X, counts_X, ids_E = record.split([num, num, len(record) - 2 * num])
+        parts = [torch.cat([rows_R.int() for rows_R in self._rows]), torch.cat(counts), torch.cat(ids)]
+        row_X, counts_X, ids_E = torch.cat(parts).cpu().split([*map(len, parts)])  # one copy
         step_X = torch.arange(len(sizes)).repeat_interleave(sizes)
         counts_RT = torch.zeros(num_rows, len(sizes), dtype=torch.int32)
         counts_RT[row_X.long(), step_X] = counts_X
         order_E = row_X.repeat_interleave(counts_X).sort(stable=True).indices  # by completion, then step
-        return [
-            SamplingMask(ids_of_row.clone(), counts_T.clone())
-            for ids_of_row, counts_T in zip(
-                ids_E[order_E].split(counts_RT.sum(1).tolist()), counts_RT, strict=True
-            )
-        ]
+        ids_of_rows = ids_E[order_E].split(counts_RT.sum(1).tolist())
+        return [SamplingMask(i.clone(), c.clone()) for i, c in zip(ids_of_rows, counts_RT, strict=True)]
 
 
 def sample_and_record(

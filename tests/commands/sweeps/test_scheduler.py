@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
 from groupwise.commands.sweeps.commands import SavedClone, read_clones, write_clones
+from groupwise.cpu.multinomial import unchecked_multinomial
 from groupwise.generation import decoding
 from groupwise.reporting.metrics_file import read_metrics
 
@@ -164,7 +165,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path, caplog):
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_logits_that_are_not_finite_fail_their_run_alone(tmp_path, on_accelerator, monkeypatch):
     if on_accelerator:  # the error is read a token later
-        monkeypatch.setattr(decoding, "multinomial", decoding.unchecked_multinomial)
+        monkeypatch.setattr(decoding, "multinomial", unchecked_multinomial)
     made = sweep(tmp_path, ("plain", "hot"))
     with torch.no_grad():
         for name, parameter in made.runs["hot"].trainer.model.named_parameters():

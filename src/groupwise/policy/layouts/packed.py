@@ -32,7 +32,7 @@ heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -51,9 +51,6 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 SHARES_PROMPTS = ("shared_prefix", "forked")
 
 _NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
-
-#: Fields of a :class:`Block` that go to the device.
-_INDICES = ("query_RQ", "key_RK", "query_position_RQ", "key_position_RK")
 
 #: A row of attention in the packed sequence: a shared prompt, or nothing, and the tokens that see it and, up
 #: to their own position, each other.
@@ -271,20 +268,13 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     ends = [0, *(rows.stop for rows in sequences)]
-    lists = [
-        torch.tensor(values, dtype=torch.long)
-        for values in (source, positions, logit_index, output_index, ends)
-    ]
-    attention = _packed_attention([*((range(0), own) for own in sequences), *branches], lists[1])
-    lists += [attention.order_S, *(block[name] for block in map(vars, attention.blocks) for name in _INDICES)]
+    order, padded = _block_indices([*((range(0), own) for own in sequences), *branches], len(source))
     source_S, position_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
-        lists, batch.prompt_ids_BL.device
+        [*map(torch.LongTensor, (source, positions, logit_index, output_index, ends, order)), *padded],
+        batch.prompt_ids_BL.device,
     )
-    of_blocks = zip(*[iter(indices)] * len(_INDICES), strict=True)
-    blocks = [
-        replace(block, **dict(zip(_INDICES, given, strict=True)))
-        for block, given in zip(attention.blocks, of_blocks, strict=True)
-    ]
+    # Positions of queries and keys are read on the device.
+    blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
     tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
     return PackedSequences(
         token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
@@ -303,16 +293,17 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
 
 def _on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy integers to the device in one transfer of int32. Returns int64 tensors of the same shapes."""
+    # Small copies cost a launch each, so that a few dozen of them outweigh a packing.
     buffer = torch.cat([tensor.flatten() for tensor in tensors]).int().to(device).long()
     parts = buffer.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> PackedAttention:
-    """Build blocks of rows of similar length, to which the rows of a block are padded; on the host.
+def _block_indices(branches: Sequence[Branch], num_tokens: int) -> tuple[list[int], list[torch.Tensor]]:
+    """Return ``order_S``, and queries (R, Q) and keys (R, K) of each block in turn, padded with -1.
 
-    The shortest row of a block has at least half the length of the longest. Rows without a prefix come first:
-    without a sliding window, a block of them needs no mask.
+    A block has rows of similar length: the shortest has at least half the length of the longest. Rows without
+    a prefix come first: without a sliding window, a block of them needs no mask.
     """
     blocks: list[list[Branch]] = []
     for branch in sorted(branches, key=lambda branch: (len(branch[0]) > 0, -len(branch[1]))):
@@ -321,25 +312,25 @@ def _packed_attention(branches: Sequence[Branch], position_S: torch.Tensor) -> P
             blocks[-1].append(branch)
         else:
             blocks.append([branch])
-    built = []
-    order = [0] * len(position_S)  # index of each token in the concatenated outputs of the blocks
+    indices = []
+    order = [0] * num_tokens  # index of each token in the concatenated outputs of the blocks
     num_outputs = 0
     for rows in blocks:
         queries = [own for _, own in rows]
         keys = [[*prefix, *own] for prefix, own in rows] if rows[0][0] else queries
-        built.append(_block(queries, keys, position_S))
+        indices += [pad_sequences(queries, -1), pad_sequences(keys, -1)]
         for own in queries:
             order[own.start : own.stop] = range(num_outputs, num_outputs + len(own))
             num_outputs += len(queries[0])  # Q, the longest of the block
-    return PackedAttention(built, torch.tensor(order))
+    return order, indices
 
 
-def _block(queries: Sequence[range], keys: Sequence[Sequence[int]], position_S: torch.Tensor) -> Block:
-    """Build the block of rows with these queries and keys, indices into the packed sequence."""
-    query_RQ, key_RK = (pad_sequences(rows, -1) for rows in (queries, keys))  # -1: padding
+def _block(query_RQ: torch.Tensor, key_RK: torch.Tensor, position_S: torch.Tensor) -> Block:
+    """Build the block of rows with these queries and keys, indices into the packed sequence or -1."""
+    same = query_RQ.shape == key_RK.shape  # without a prefix
     key_position_RK = torch.where(key_RK < 0, _NEVER, position_S[key_RK])  # no query sees padding
     query_RQ, key_RK = (torch.where(index < 0, index[:, :1], index) for index in (query_RQ, key_RK))
-    return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=queries is keys)
+    return Block(query_RQ, key_RK, position_S[query_RQ], key_position_RK, same=same)
 
 
 def compute_packed_logprobs(
