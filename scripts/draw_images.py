@@ -20,7 +20,7 @@ from groupwise.reporting.terminal import LogTable
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-#: Cells of ``benchmarks/learning/run.py``.
+#: Runs of ``benchmarks/learning/run.py``.
 CURVES = ROOT / "benchmarks" / "results" / "learning"
 LARGE = ' font-size="18" font-weight="600"'
 
@@ -29,6 +29,13 @@ PROMPT, COMPLETION, PADDING, SKIPPED = "#9db8e8", "#f4b183", "#ececec", "#ffffff
 #: Colours of the lines of a plot.
 LINES = ("#2f6fd0", "#d0672f", "#3a8f4d")
 STAGE, RECORD, INK, FAINT = "#e3ebfa", "#fff2d6", "#1f2933", "#6b7785"
+#: Ink of the wordmark on a dark page.
+LIGHT_INK = "#f0f3f6"
+#: Text for readers who do not see the picture; the pages have it too.
+OVERVIEW = (
+    "GRPOConfig, then generate_rollouts (transformers, vLLM colocated or as a server), compute_rewards, "
+    "compute_advantages and compute_policy_loss (log-probs or fused)"
+)
 
 
 class Picture:
@@ -103,26 +110,52 @@ def pipeline() -> str:
     return picture.svg()
 
 
+def wordmark(ink: str) -> str:
+    """Draw the name beside a group of rewards around its mean."""
+    bars = [(0, 30, COMPLETION), (1, 14, COMPLETION), (2, -24, PROMPT), (3, -12, PROMPT)]
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 330 76" width="330" height="76" role="img">',
+        "<title>groupwise</title>",
+    ]
+    for number, height, fill in bars:
+        y = 38 - max(height, 0)
+        parts.append(
+            f'<rect x="{8 + 17 * number}" y="{y}" width="12" height="{abs(height)}" rx="2" fill="{fill}"/>'
+        )
+    parts += [
+        f'<line x1="2" y1="38" x2="78" y2="38" stroke="{ink}" stroke-width="2.5" stroke-linecap="round"/>',
+        f'<text x="92" y="52" fill="{ink}" font-family="system-ui, DejaVu Sans, sans-serif" font-size="44" '
+        'font-weight="600" letter-spacing="-1" textLength="230">groupwise</text>',
+    ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def overview() -> str:
     """Draw the way of a run: configuration, the four verbs, and what the configuration chooses in them."""
-    picture = Picture(
-        1000, 190, "GRPOConfig, then generate, reward, advantage and clipped loss, with their choices"
-    )
-    picture.box(12, 40, 150, 56, RECORD, "GRPOConfig", "config/")
+    picture = Picture(1000, 210, OVERVIEW)
+    picture.box(8, 40, 130, 56, RECORD, "GRPOConfig", "config/")
     verbs = [
-        ("generate", "mixins/rollout.py", ("transformers", "vLLM colocate", "vLLM server")),
-        ("reward", "mixins/reward.py", ("functions, models", "tools, environments")),
-        ("advantage", "mixins/advantage.py", ("group mean", "leave one out")),
-        ("clipped loss", "mixins/loss.py", ("log-probs", "fused: policy/liger.py")),
+        (
+            "generate_rollouts",
+            "mixins/rollout.py",
+            ("generation/decoding.py", "…/vllm/colocate.py", "…/vllm/server.py", "agents/"),
+        ),
+        ("compute_rewards", "mixins/reward.py", ("rewards/runtime/", "rewards/, your functions")),
+        ("compute_advantages", "mixins/advantage.py", ("core/advantages.py",)),
+        (
+            "compute_policy_loss",
+            "mixins/loss.py",
+            ("log-probs: mixins/logprob.py", "core/objectives.py", "or fused: policy/liger.py"),
+        ),
     ]
     for number, (verb, file, choices) in enumerate(verbs):
-        x = 202 + 202 * number
-        picture.arrow((x - 40, 68), (x - 4, 68))
-        picture.box(x, 40, 162, 56, STAGE, verb, file)
+        x = 172 + 210 * number
+        picture.arrow((x - 34 if number == 0 else x - 28, 68), (x - 4, 68))
+        picture.box(x, 40, 182, 56, STAGE, verb, file)
         for line, choice in enumerate(choices):
-            picture.text(x + 81, 120 + 20 * line, choice, anchor="middle", fill=FAINT)
-    picture.arrow((889, 40), (889, 22), (283, 22), (283, 36))
-    picture.text(586, 16, "trainer.py: one optimizer step", anchor="middle", fill=FAINT)
+            picture.text(x + 91, 120 + 20 * line, choice, anchor="middle", fill=FAINT)
+    picture.arrow((893, 40), (893, 22), (263, 22), (263, 36))
+    picture.text(578, 16, "trainer.py: one optimizer step", anchor="middle", fill=FAINT)
     return picture.svg()
 
 
@@ -257,7 +290,7 @@ def learning_curve(libraries: dict[str, list[dict[str, list[float]]]]) -> str:
         picture.line(FAINT, (x, bottom), (x, bottom + 6))
         picture.text(x, bottom + 24, str(minutes), anchor="middle", fill=FAINT)
     picture.text(left + width / 2, bottom + 50, "processor minutes", anchor="middle", more=LARGE)
-    picture.text(left, 24, f"right answers in the training batch, {num_steps} steps", more=LARGE)
+    picture.text(left, 24, f"accuracy in the training batch, {num_steps} steps", more=LARGE)
 
     def draw(
         colour: str, minutes: list[float], rewards: list[float], line_width: float
@@ -283,7 +316,7 @@ def learning_curve(libraries: dict[str, list[dict[str, list[float]]]]) -> str:
 
 
 def recorded_curves() -> dict[str, list[dict[str, list[float]]]]:
-    """Read the cells of ``benchmarks/learning/run.py`` with the same recipe in both libraries.
+    """Read the runs of ``benchmarks/learning/run.py`` with the same recipe in both libraries.
 
     Both are cut to the steps of the shorter one.
     """
@@ -345,12 +378,12 @@ def reward_curves(title: str, runs: dict[str, list[list[float]]], smoothed: int 
 
 
 def recipe_curves() -> str:
-    """Draw the recipes of ``docs/recipes.md``, read from the cells of the learning benchmark."""
+    """Draw the recipes of ``docs/recipes.md``, read from the files of the learning benchmark."""
     runs = {
         name: [[log["reward"] for log in cell["history"] if "reward" in log] for cell in cells]
         for name, cells in recipe_cells().items()
     }
-    return reward_curves("right answers in the training batch", runs)
+    return reward_curves("accuracy in the training batch", runs)
 
 
 def adapter_curves() -> str:
@@ -358,7 +391,7 @@ def adapter_curves() -> str:
     runs: dict[str, list[list[float]]] = {}
     for run in json.loads(ADAPTERS.read_text()):
         runs.setdefault(run["recipe"], []).append(run["reward"])
-    return reward_curves("right answers in the training batch, mean of 5 steps", runs, smoothed=5)
+    return reward_curves("accuracy in the training batch, mean of 5 steps", runs, smoothed=5)
 
 
 def terminal() -> str:
@@ -394,6 +427,9 @@ def images() -> dict[Path, str]:
         "staleness": staleness,
     }
     pictures = {IMAGES / f"{name}.svg": draw() for name, draw in drawn.items()}
+    pictures |= {
+        IMAGES / f"wordmark{end}.svg": wordmark(ink) for end, ink in (("", INK), ("_dark", LIGHT_INK))
+    }
     pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
     pictures[IMAGES / "recipes.svg"] = recipe_curves()
     pictures[IMAGES / "lora.svg"] = adapter_curves()

@@ -1,4 +1,4 @@
-"""Recorded runs in ``docs/recipes.md``, ``docs/lora.md`` and ``docs/agents.md``."""
+"""Recorded runs in README and in ``docs/``: recipes, adapters, and the first run of a page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from record_runs import ADAPTERS, TRANSCRIPT
+from record_runs import ADAPTERS, FIRST
 
 #: Cells of ``benchmarks/learning/run.py``.
 CELLS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "learning"
@@ -30,10 +30,10 @@ def recipe_cells() -> dict[str, list[dict[str, Any]]]:
 def recipe_table() -> str:
     """Return the picture and the results of the recipes."""
     lines = [
-        "![Share of right answers in the training batch over optimizer steps, by recipe](images/recipes.svg)",
+        "![Accuracy in the training batch over optimizer steps, by recipe](images/recipes.svg)",
         "",
-        "| recipe | settings beside those of the script | seeds | right answers in training, steps 11 to 15 "
-        "| held-out answers right, after 15 steps | processor s per step |",
+        "| recipe | settings beside those of the script | seeds | accuracy in training, steps 11 to 15 "
+        "| held-out accuracy after 15 steps | processor s per step |",
         "|---|---|---|---|---|---|",
     ]
     for name, cells in recipe_cells().items():
@@ -52,9 +52,9 @@ def adapter_table() -> str:
     """Return the picture and the results of an adapter beside all weights."""
     runs = json.loads(ADAPTERS.read_text())
     lines = [
-        "![Right answers in the training batch over optimizer steps, LoRA and all weights](images/lora.svg)",
+        "![Accuracy in the training batch over optimizer steps, LoRA and all weights](images/lora.svg)",
         "",
-        "| trained | seed | `learning_rate` | trained parameters | held-out answers right, after "
+        "| trained | seed | `learning_rate` | trained parameters | held-out accuracy "
         "| processor s per step |",
         "|---|---|---|---|---|---|",
     ]
@@ -82,30 +82,63 @@ def adapter_table() -> str:
     return "\n".join(lines)
 
 
-def transcript() -> str:
-    """Return a recorded conversation of the first and one of the last step of ``examples/tools.py``."""
-    run = json.loads(TRANSCRIPT.read_text())
-    first, last = run["completions"]
-    means = [fmean(row["right_price"] for row in rows) for rows in (first, last)]
-    lines = [
-        "[`tools.py`](../examples/tools.py) is such a script for SmolLM2-135M-Instruct, whose prompts begin",
-        f"with an example of a call. A run of {run['max_steps']} steps of {len(first)} completions: the",
-        f"first completion of the first step (mean reward {means[0]:.2f}),",
-        f"and that of the last one ({means[1]:.2f}):",
-        "",
+def first_runs(page: str) -> list[dict[str, Any]]:
+    """Return the recorded runs of the first block of a page, by seed."""
+    return [run for run in json.loads(FIRST.read_text()) if run["page"] == page]
+
+
+def first_sentence(page: str) -> str:
+    """Return one sentence: rewards of the first and of the last log, time and conditions."""
+    runs = first_runs(page)
+    first, last = ([run["reward"][index] for run in runs] for index in (0, -1))
+    seconds = [run["processor_seconds"] for run in runs]
+    steps = [number for line in runs[0]["lines"] if (number := line.split()[0]) != "step"]
+    every = f"steps 1 to {steps[0]}" if steps[0] != "1" else "the first step"
+    time = f"{min(seconds):.0f} to {max(seconds):.0f}" if len(runs) > 1 else f"{seconds[0]:.0f}"
+    return (
+        f"{_count(runs)}: mean reward {_list(first)} in {every}, {_list(last)} in the last log "
+        f"of {steps[-1]} steps; {time} processor seconds, {runs[0]['conditions']['processor']}."
+    )
+
+
+def _count(runs: list[dict[str, Any]]) -> str:
+    return {1: "One seed", 2: "Two seeds", 3: "Three seeds"}[len(runs)]
+
+
+def _list(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def first_run(page: str) -> str:
+    """Return what the first run of a page prints, and its conditions."""
+    run = first_runs(page)[0]
+    times = run["lines"][0].index("generate")  # other processes used the machine: times are left out
+    shown = dict.fromkeys(
+        line[:times].rstrip() for line in run["lines"]
+    )  # tables of completions repeat the head
+    lines = ["```text", *shown, "```", "", first_sentence(page)]
+    if page == "agents":
+        lines += ["Recorded with SmolLM2-135M-Instruct and a chat template with tools instead of this model."]
+    lines += [
+        "Written by `scripts/record_runs.py first`",
+        "([`first_runs.json`](../benchmarks/results/first_runs.json)), without the columns of times.",
     ]
-    for rows in (first, last):
-        row = rows[0]
+    if page != "vlm":
+        lines += ["The weights are [the copy of SmolLM2](../examples/smollm2.py) in the package index."]
+    if page == "agents":
+        lines += ["", "## A transcript", "", *transcript(run)]
+    return "\n".join(lines)
+
+
+def transcript(run: dict[str, Any]) -> list[str]:
+    """Return the first conversation of the first log and that of the last one."""
+    lines = ["The first completion of the first and of the last step:", ""]
+    for row in run["completions"]:
         question = {"role": "user", "content": row["prompt"][-1]["content"]}
         lines += ["```text", f"step {row['step'] + 1}, reward {row['right_price']:g}"]
         lines += [_turn(message) for message in [question, *row["completion"]]]
         lines += ["```", ""]
-    lines += [
-        "The reward pays for the right look-up and for nothing after it. Written by",
-        "`scripts/record_runs.py transcript`",
-        "([`tool_transcript.json`](../benchmarks/results/tool_transcript.json)).",
-    ]
-    return "\n".join(lines)
+    return [*lines, "Only an answer that names the price which was looked up has a reward."]
 
 
 def _turn(message: dict[str, Any]) -> str:

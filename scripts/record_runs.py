@@ -1,12 +1,13 @@
 """Record the runs that the documentation shows, with SmolLM2-135M-Instruct on a CPU.
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py adapters --seeds 0
-    OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py transcript
+    OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py first --seeds 0 1 2 --names README
     PYTHONPATH=src python scripts/record_runs.py quickstart
     PYTHONPATH=src python scripts/record_runs.py accuracies --seeds 0 1 2
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
-``transcript`` runs ``examples/tools.py`` and keeps the completions of its first and of its last step;
+``first`` runs the first block of pages, and ``examples/vlm.py``, and keeps what they print, their rewards,
+and a completion of the first and of the last step;
 ``quickstart`` runs ``examples/quickstart.py`` and keeps its logs, completions of one log, and a picture
 of its report (with Chromium); ``accuracies`` runs it with every seed, sampling with transformers and with
 vLLM. All write to ``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read
@@ -20,6 +21,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -30,9 +33,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-ADAPTERS, TRANSCRIPT = RESULTS / "adapters.json", RESULTS / "tool_transcript.json"
+ADAPTERS, FIRST = RESULTS / "adapters.json", RESULTS / "first_runs.json"
 QUICKSTART, ACCURACIES = RESULTS / "quickstart.json", RESULTS / "quickstart_accuracies.json"
 REPORT = ROOT / "docs" / "images" / "report.png"
+#: Pages whose first block is a run that learns; the page of images shows that of an example.
+FIRST_PAGES = {
+    "README": ROOT / "README.md",
+    **{name: ROOT / "docs" / f"{name}.md" for name in ("getting_started", "lora", "agents")},
+    "vlm": ROOT / "examples" / "vlm.py",
+}
+#: Arguments of a model in a block; with tools SmolLM2 needs another chat template.
+MODEL_ARGUMENT = re.compile(r'(?P<name>model=)?"(?:HuggingFaceTB/SmolLM2-135M-Instruct|Qwen/[\w.-]+)"')
 STEPS = 40
 #: Settings beside those that both share.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -122,23 +133,65 @@ def train_once(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def record_transcript(max_steps: int) -> None:
-    """Run the example and keep the completions of its first and of its last step."""
-    import pandas
+def record_first(seeds: list[int], names: list[str]) -> None:
+    """Run what the pages show, with every seed that the file lacks."""
+    runs = json.loads(FIRST.read_text()) if FIRST.exists() else []
+    for name in names:
+        for seed in seeds:
+            if not any((run["page"], run["seed"]) == (name, seed) for run in runs):
+                runs.append(run_first(name, seed))
+                FIRST.write_text(json.dumps(runs, indent=1) + "\n")
+                print(name, seed, runs[-1]["seconds"], runs[-1]["reward"], flush=True)
 
+
+def run_first(name: str, seed: int) -> dict[str, Any]:
+    """Run the first block of a page with the model of the package index and this seed."""
+    import pandas
+    import smollm2
+
+    code = FIRST_PAGES[name].read_text()
+    if name != "vlm":
+        code = re.findall(r"```python\n(.*?)```", code, flags=re.DOTALL)[0]
+        model = repr(str(smollm2.local_model()))
+        if name == "agents":  # SmolLM2's own chat template has no tools
+            code = f"from smollm2 import tool_tokenizer\n{code}"
+            model += f', processing_class=tool_tokenizer({model}, "item")'
+        code, replaced = MODEL_ARGUMENT.subn(lambda found: (found["name"] or "") + model, code)
+        assert replaced == 1, name
+    code, seeded = re.subn(r'(GRPOConfig\(\s*(?:"[\w-]+"|options\.output_dir),)', rf"\1 seed={seed},", code)
+    assert seeded == 1, name
     started = conditions()
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, str(ROOT / "examples" / "tools.py"), "--output_dir", output]
-        subprocess.run([*command, "--max_steps", str(max_steps)], check=True, capture_output=True, text=True)
-        tables = [
-            pandas.read_parquet(path) for path in sorted((Path(output) / "completions").glob("*.parquet"))
-        ]
-    table = pandas.concat(tables)
-    found = {"max_steps": max_steps, "conditions": started, "completions": []}
-    for step in (int(table.step.min()), int(table.step.max())):
-        rows = table[table.step == step]
-        found["completions"].append(json.loads(rows.to_json(orient="records")))
-    TRANSCRIPT.write_text(json.dumps(found, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples")])
+        environment = {**os.environ, "CI": "1", "COLUMNS": "118", "PYTHONPATH": paths}
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env=environment,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
+        logs = [log for log in map(json.loads, metrics.read_text().splitlines()) if "reward" in log]
+        tables = [pandas.read_parquet(path) for path in sorted(metrics.parent.glob("completions/*.parquet"))]
+        completions = []
+        if tables:
+            table = pandas.concat(tables)
+            ends = [table[table.step == step] for step in (table.step.min(), table.step.max())]
+            completions = [json.loads(rows.head(1).to_json(orient="records"))[0] for rows in ends]
+    return {
+        "page": name,
+        "seed": seed,
+        "lines": [line.rstrip() for line in done.stdout.splitlines() if re.match(r" +(step|\d+) ", line)],
+        "reward": [round(log["reward"], 4) for log in logs],
+        "seconds": round(seconds, 1),
+        "processor_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "completions": completions,
+        "conditions": started,
+    }
 
 
 def record_quickstart(steps: int = STEPS) -> None:
@@ -199,19 +252,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["adapters", "transcript", "quickstart", "accuracies"])
+    parser.add_argument("what", choices=["adapters", "first", "quickstart", "accuracies"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--names", nargs="+", default=list(SETTINGS))
-    parser.add_argument("--max_steps", type=int, default=20)
+    parser.add_argument("--names", nargs="+", help="of adapters or of first runs; default: all")
     options = parser.parse_args()
     if options.what == "adapters":
-        record_adapters(options.seeds, options.names)
+        record_adapters(options.seeds, options.names or list(SETTINGS))
     elif options.what == "quickstart":
         record_quickstart()
     elif options.what == "accuracies":
         record_accuracies(options.seeds)
     else:
-        record_transcript(options.max_steps)
+        record_first(options.seeds, options.names or list(FIRST_PAGES))
 
 
 if __name__ == "__main__":

@@ -53,11 +53,9 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     policy().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    assert "SmolLM2-135M-Instruct" in code and "max_completion_length=32" in code
+    assert "SmolLM2-135M-Instruct" in code and "max_steps=20" in code
     code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model")
-    code = code.replace(
-        "max_completion_length=32", "max_completion_length=4, max_steps=1, use_cpu=True, bf16=False"
-    )
+    code = code.replace("max_steps=20", "max_steps=1, use_cpu=True, bf16=False")
     code += "import groupwise; print(groupwise.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
@@ -65,7 +63,7 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(str(installed)) and (tmp_path / "out").is_dir()
+    assert done.stdout.splitlines()[-1].startswith(str(installed)) and (tmp_path / "capitals").is_dir()
 
 
 def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
 #: Models that blocks train; others are loaded by nothing that runs.
-MODELS = re.compile("path/or/hub-id|HuggingFaceTB/SmolLM2-135M-Instruct")
+MODELS = re.compile(
+    "path/or/hub-id|HuggingFaceTB/SmolLM2-135M-Instruct|HuggingFaceTB/SmolVLM-256M-Instruct|Qwen/Qwen2.5-0.5B-Instruct"
+)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
@@ -79,14 +81,25 @@ def tiny_agent(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def tiny_vlm(tmp_path_factory) -> Path:
+    """Save a random Idefics 3, the architecture of SmolVLM, and its processor."""
+    from support.tiny_vlm import idefics3
+
+    directory = tmp_path_factory.mktemp("vlm")
+    for part in idefics3():
+        part.save_pretrained(directory)
+    return directory
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tmp_path, monkeypatch):
+def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tiny_vlm, tmp_path, monkeypatch):
     """Run the blocks of a page one after the other in one namespace."""
     from groupwise import GRPOConfig, IterativeConfig
 
     if page.stem == "lora":
         pytest.importorskip("bitsandbytes")
-    model = tiny_agent if page.stem == "agents" else tiny_model
+    model = {"agents": tiny_agent, "vlm": tiny_vlm}.get(page.stem, tiny_model)
 
     monkeypatch.chdir(tmp_path)
     given, loop = GRPOConfig.__init__, IterativeConfig.__init__
@@ -141,6 +154,25 @@ def test_run_files_in_the_documentation_are_read(tmp_path):
     }
 
 
+def test_readme_is_read_in_a_minute(tmp_path):
+    from groupwise.commands.cli.run_file import read_run
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 90
+    assert [line for line in re.findall(r"^- .*", text, flags=re.MULTILINE) if len(line.split()) > 20] == []
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(code.split("\n\n")) <= 2 and len([line for line in code.splitlines() if line]) <= 12
+    assert code in (ROOT / "docs" / "index.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "run.yaml").write_text(block)
+    _, config = read_run(["--config", str(tmp_path / "run.yaml"), "--use_cpu", "--bf16", "false"], "train")
+    for name, value in re.findall(
+        r"(\w+)=([\w.-]+)[,)]", code.partition('GRPOConfig("')[2].partition("\n")[0]
+    ):
+        if name != "logging_steps":
+            assert getattr(config, name) == yaml.safe_load(value.replace("2e-5", "0.00002")), name
+
+
 @pytest.mark.parametrize(("name", "num_processes"), [("eight_gpus", 8), ("nodes_agent", 16)])
 def test_run_files_for_many_gpus_are_read(name, num_processes, tmp_path, monkeypatch):
     """The first file of the page, and with every file below it laid over the first."""
@@ -182,11 +214,28 @@ def test_every_setting_is_on_the_configuration_page():
     assert "beta" in described and [name for name in described if f"\n`{name}`\n:   " not in text] == []
 
 
-def test_every_extra_is_on_the_page_of_installation():
-    page = (ROOT / "docs" / "install.md").read_text()
+def test_images_install_what_exists():
+    """Not built: a build needs a daemon and a network."""
+    cpu, cuda = ((ROOT / name).read_text() for name in ("Dockerfile", "Dockerfile.cuda"))
+    (target,) = re.findall(r"^RUN make \.venv/(\w+)$", cpu, flags=re.MULTILINE)
+    assert f"\n$(VENV)/{target}: " in (ROOT / "Makefile").read_text()
+    (names,) = re.findall(r"'\.\[(.*)\]'", cuda)
+    assert set(names.split(",")) < set(extra_names())
+    (config,) = re.findall(r"/groupwise/(examples/\S+)", cuda)
+    assert (ROOT / config).is_file()
+    for text in (cpu, cuda):
+        assert text.count("\nFROM ") == 1 and text.count("\nCMD [") == 1
+
+
+def extra_names() -> list[str]:
     # A section of arrays: tomllib starts at Python 3.11.
     section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
-    extras = re.findall(r"^(\w+) = \[", section.partition("\n[")[0], flags=re.MULTILINE)
+    return re.findall(r"^(\w+) = \[", section.partition("\n[")[0], flags=re.MULTILINE)
+
+
+def test_every_extra_is_on_the_page_of_installation():
+    page = (ROOT / "docs" / "install.md").read_text()
+    extras = extra_names()
     documented = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?`) \| ", page, flags=re.MULTILINE)))
     assert "peft" in extras and {*documented, "test", "docs"} == {*extras}
 
