@@ -10,6 +10,7 @@ and the next round starts with the next candidate.
     python benchmarks/step_time.py --case short --lengths full --precision float32 --zero_variance 50
     python benchmarks/step_time.py --case short --rows 8                 # 4 micro-batches of 8 rows
     python benchmarks/step_time.py --case short --base ../another-clone  # beside another commit of groupwise
+    python benchmarks/step_time.py --case long --model qwen3_5 --padded  # beside padded rows and ``generate``
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common import add_precision, measure_in_process, print_result, ratio_of_sums, write_results
 from machine import commit
@@ -28,11 +29,45 @@ from machine import commit
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LIBRARIES = ("trl", "groupwise")
+LIBRARIES = ("trl", "groupwise", "padded")
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 WORDS = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
 )
+
+
+#: Text model of Qwen3.5-0.8B, of whose 24 layers the first 6 remain.
+QWEN3_5 = {
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
+def make_model(name: str) -> Any:
+    """Return SmolLM2-135M-Instruct as a directory, or a model of random weights."""
+    from smollm2 import local_model
+
+    if name == "smollm2":
+        return str(local_model())
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**QWEN3_5))
 
 
 def case_settings(name: str) -> dict:
@@ -97,7 +132,6 @@ def trainer_settings(
 
 def run_worker(library: str, options: argparse.Namespace) -> None:
     """Train in this process and print seconds and mean lengths of timed steps, and peak memory, as JSON."""
-    from smollm2 import local_model
     from transformers import AutoTokenizer, TrainerCallback
 
     if library == "trl":
@@ -110,34 +144,44 @@ def run_worker(library: str, options: argparse.Namespace) -> None:
 
         def __init__(self) -> None:
             self.marks: list[float] = []
+            self.cpu_marks: list[float] = []  # processor time, which other programs do not change
             self.lengths: list[float] = []
+            self.generate: list[float] = []
 
         def on_step_end(self, args, state, control, **kwargs) -> None:
             self.marks.append(time.perf_counter())
+            self.cpu_marks.append(time.process_time())
 
         def on_log(self, args, state, control, logs, **kwargs) -> None:
             if "completions/mean_length" in logs:
                 self.lengths.append(logs["completions/mean_length"])
+                self.generate.append(logs.get("time/generate", float("nan")))
 
-    model, clock = str(local_model()), StepClock()
+    model, clock = make_model(options.model), StepClock()
+    settings = trainer_settings(
+        options.case, options.timed_steps, options.lengths, options.precision, options.rows
+    )
+    if library == "padded":
+        settings |= {"sequence_layout": "padded", "cache_implementation": "dynamic"}  # transformers' own loop
+    if not isinstance(model, str):
+        del settings["model_init_kwargs"]
     with tempfile.TemporaryDirectory() as output_dir:
         GRPOTrainer(
             model=model,
             reward_funcs=binary_reward,
-            args=GRPOConfig(
-                output_dir,
-                **trainer_settings(
-                    options.case, options.timed_steps, options.lengths, options.precision, options.rows
-                ),
-            ),
+            args=GRPOConfig(output_dir, **settings),
             train_dataset=make_dataset(options.case, options.zero_variance, options.lengths),
-            processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+            processing_class=AutoTokenizer.from_pretrained(make_model("smollm2"), padding_side="left"),
             callbacks=[clock],
         ).train()
     seconds = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     lengths = clock.lengths[1 : 1 + len(seconds)]
-    print_result({"seconds": seconds, "mean_length": lengths, "peak_mib": peak_mib})
+    cpu_seconds = [
+        after - before for before, after in zip(clock.cpu_marks, clock.cpu_marks[1:], strict=False)
+    ]
+    phases = {"cpu_seconds": cpu_seconds, "generate": clock.generate[1 : 1 + len(seconds)]}
+    print_result({"seconds": seconds, "mean_length": lengths, "peak_mib": peak_mib, **phases})
 
 
 def main() -> None:
@@ -153,6 +197,8 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
     parser.add_argument("--rows", type=int, help="rows of a micro-batch; default: all rows of a step in one")
     parser.add_argument("--base", type=Path, help="another checkout of groupwise, measured beside this one")
+    parser.add_argument("--model", choices=("smollm2", "qwen3_5"), default="smollm2")
+    parser.add_argument("--padded", action="store_true", help="groupwise with padded rows and generate, too")
     add_precision(parser)
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -160,11 +206,11 @@ def main() -> None:
         run_worker(options.worker, options)
         return
 
-    names = ("case", "timed_steps", "zero_variance", "lengths", "precision", "rows")
+    names = ("case", "timed_steps", "zero_variance", "lengths", "precision", "rows", "model")
     values = {name: getattr(options, name) for name in names}
     arguments = [f"--{name}={value}" for name, value in values.items() if value is not None]
     # Candidate: library, and the sources that its process imports groupwise from.
-    candidates = {library: (library, SOURCES) for library in LIBRARIES}
+    candidates = {library: (library, SOURCES) for library in LIBRARIES[: 3 if options.padded else 2]}
     if options.base:
         candidates["base"] = ("groupwise", options.base.resolve() / "src")
     runs: dict[str, list[dict]] = {name: [] for name in candidates}
@@ -183,11 +229,15 @@ def main() -> None:
         for other in [name for name in candidates if name != "groupwise"]:
             results[f"groupwise_over_{other}"] = {
                 "time": ratio_of_sums(results["seconds"]["groupwise"], results["seconds"][other]),
+                "processor_time": ratio_of_sums(
+                    results["cpu_seconds"]["groupwise"], results["cpu_seconds"][other]
+                ),
                 "peak_memory": ratio_of_sums(
                     *([[m] for m in results["peak_mib"][n]] for n in ("groupwise", other))
                 ),
             }
         kind = f"{options.case}_{options.lengths}_{options.precision}_zero{options.zero_variance}"
+        kind += "" if options.model == "smollm2" else f"_{options.model}"
         write_results(f"step_time_{kind}" + (f"_rows{options.rows}" if options.rows else ""), results)
     print({key: value for key, value in results.items() if key.startswith("groupwise_over")})
 

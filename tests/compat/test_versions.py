@@ -151,7 +151,7 @@ def test_a_name_that_is_not_found_is_a_warning(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(decoding, "cache_argument", lambda _: None)
     message, level = line(run, caplog)
     assert "has no argument of a known name for the cache)" in message and level == "WARNING"
-    monkeypatch.setattr(decoding, "cache_without_rows", lambda _: "its cache has DynamicLayer")
+    monkeypatch.setattr(decoding, "cache_without_rows", lambda _: ("its cache has DynamicLayer", True))
     monkeypatch.setattr(decoding, "cache_argument", lambda _: "cache")
     message, level = line(run, caplog)
     assert "decoding: transformers (its cache has DynamicLayer)" in message and level == "WARNING"

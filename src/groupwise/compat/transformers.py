@@ -233,18 +233,17 @@ _CACHE_LAYERS = {
 }
 
 
-def cache_without_rows(model: PreTrainedModel) -> str:
-    """Return why rows of the cache of ``model`` cannot be selected, or ""."""
+def cache_without_rows(model: PreTrainedModel) -> tuple[str, bool]:
+    """Return why rows of the cache of ``model`` cannot be selected, or "", and True for an unknown kind."""
     from transformers import DynamicCache
 
     layers = DynamicCache(config=model.config).layers
-    if unknown := sorted({type(layer).__name__ for layer in layers} - _CACHE_LAYERS):
-        return f"its cache has {', '.join(unknown)}"
-    if not any(hasattr(layer, "keys") for layer in layers):
-        return "its cache has no layer of attention"  # and does not know its length
     if is_stateful(model) and not any(hasattr(layer, "conv_states") for layer in layers):
-        return "its states are not in the cache of transformers"
-    return ""
+        return "its states are not in the cache of transformers", False
+    if not any(hasattr(layer, "keys") for layer in layers):
+        return "its cache has no layer of attention", False  # and does not know its length
+    unknown = sorted({type(layer).__name__ for layer in layers} - _CACHE_LAYERS)
+    return f"its cache has {', '.join(unknown)}" if unknown else "", bool(unknown)
 
 
 def select_cache_rows(layer: Any, rows_R: torch.Tensor) -> None:

@@ -116,10 +116,11 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
         return f"{name} has a vision or audio part", False
     if not supports_dynamic_cache(base):
         return f"transformers makes no DynamicCache for {name}", False
+    reason, unknown = cache_without_rows(base)
+    if reason:
+        return reason, unknown
     if cache_argument(base) is None:
         return f"the forward of {name} has no argument of a known name for the cache", True
-    if reason := cache_without_rows(base):
-        return reason, True
     settings = _across_rows(config, base.generation_config)
     return f"{', '.join(settings)} may act on several rows" if settings else "", False
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.architectures import RIGHT, build, completions, values_and_gradients
 from support.batches import packed
-from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import modeling_flash_attention_utils as flash

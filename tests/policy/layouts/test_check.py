@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
+from support.architectures import RIGHT, build, completions, values_and_gradients
 from support.batches import packed, token_batch
 from support.runs import trainer
-from test_packed import RIGHT, build, completions, values_and_gradients
 from torch.overrides import TorchFunctionMode
 
 from groupwise.errors import ConfigError

@@ -5,16 +5,19 @@ Files: ``policy/layouts/forked.py``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from policy.layouts.test_packed import RIGHT, build, completions, values_and_gradients
+from support.architectures import JAMBA, MAMBA, RIGHT, STATES, alone, build, completions, values_and_gradients
 from support.runs import trainer
 
 from groupwise.errors import ConfigError
+from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layouts import forked
 from groupwise.policy.layouts.forked import (
@@ -25,54 +28,8 @@ from groupwise.policy.layouts.forked import (
 from groupwise.policy.layouts.packed import shape_of
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
 from groupwise.policy.recomputation import SelectiveRecomputation
-from groupwise.records import LogprobOutput, SamplerSettings
+from groupwise.records import SamplerSettings
 
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-STATES = {
-    "qwen3_5": (transformers.Qwen3_5TextConfig, LINEAR),
-    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, {**LINEAR, **SHARED_EXPERT}),
-    "qwen3_next": (transformers.Qwen3NextConfig, {**LINEAR, **SHARED_EXPERT}),
-    "olmo_hybrid": (transformers.OlmoHybridConfig, LINEAR),
-    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}),
-    "lfm2_moe": (transformers.Lfm2MoeConfig, {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS}),
-    "bamba": (transformers.BambaConfig, {"attn_layer_indices": [1], **MAMBA2}),
-    "falcon_h1": (transformers.FalconH1Config, {**MAMBA2, "mamba_d_ssm": 64}),
-    "granite4": (
-        transformers.GraniteMoeHybridConfig,
-        {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
-        | {"shared_intermediate_size": 32},
-    ),
-    "zamba2": (
-        transformers.Zamba2Config,
-        {"mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8, "num_mem_blocks": 1}
-        | {"layers_block_type": ["mamba", "hybrid", "mamba"]},
-    ),
-    "nemotron_h": (
-        transformers.NemotronHConfig,
-        {"layers_block_type": ["mamba", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8}
-        | {"ssm_state_size": 8, "chunk_size": 8, "n_groups": 1},
-    ),
-    "gpt_oss": (
-        transformers.GptOssConfig,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-    ),
-}
-#: A Mamba whose scan begins at zero whatever its cache has, so that only single tokens continue a prompt.
-JAMBA = (
-    transformers.JambaConfig,
-    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
-    | {"mamba_d_state": 4, "mamba_dt_rank": 4},
-)
 #: Prompts of 1, 3 and 9 tokens, two groups of one length; completions of 0 to 45 tokens, so that one fork has
 #: two blocks.
 LENGTHS = ((3, (4, 1, 7)), (9, (2, 0)), (1, (3, 1)), (3, (45, 2)))
@@ -80,21 +37,6 @@ LENGTHS = ((3, (4, 1, 7)), (9, (2, 0)), (1, (3, 1)), (3, (45, 2)))
 
 def compute(model, batch, head, *, with_entropy):
     return compute_forked_logprobs(model, batch, fork_sequences(batch), head, with_entropy=with_entropy)
-
-
-def alone(model, batch, head, *, with_entropy):
-    """Log-probs and entropies from the plain forward of each sequence alone, without padding."""
-    width = batch.completion_ids_BT.shape[1]
-    rows = []
-    for row in range(len(batch)):
-        prompt = batch.prompt_ids_BL[row][batch.prompt_mask_BL[row].bool()]
-        completion = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()]
-        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0].float()
-        logps = (logits[len(prompt) - 1 : -1] / batch.sampler.temperature).log_softmax(-1)
-        values = torch.stack([logps.gather(1, completion[:, None])[:, 0], -(logps.exp() * logps).sum(-1)])
-        rows.append(torch.nn.functional.pad(values, (0, width - len(completion))))
-    both = torch.stack(rows)  # (B, 2, T)
-    return LogprobOutput(both[:, 0], both[:, 1])
 
 
 def assert_equal(given, expected, tolerance):
@@ -190,6 +132,20 @@ def test_truncated_distributions_and_the_temperature_are_those_of_each_row():
         for function in (compute, compute_padded_logprobs)
     )
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
+
+
+def test_the_table_of_architectures_says_what_auto_takes():
+    lines = (Path(__file__).parents[3] / "docs" / "models.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.search(r"\| \de-\d\d \|", line)]
+    assert len(rows) == len(RIGHT) + len(STATES) + 2  # Jamba, padded by the check, and Mamba
+    assert all(float(difference) <= 2e-6 for _, _, _, difference, *_ in rows)
+    layouts = {name.partition(",")[0]: (layout, decoding) for name, layout, decoding, *_ in rows}
+    for kind, changes in {**RIGHT, **STATES, "mamba": MAMBA}.values():
+        model = build(kind, changes)
+        path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
+        loop = decoding_path(model, transformers.GenerationConfig(do_sample=True, use_cache=True)).choice
+        name = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        assert layouts[name] == (f"`{path.choice}`", loop.replace("transformers", "`generate`"))
 
 
 def test_auto_takes_it_where_prompts_cannot_be_packed():

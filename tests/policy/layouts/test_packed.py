@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.batches import packed, token_batch
+from support.architectures import RIGHT, SIZES, build, completions, values_and_gradients
+from support.batches import packed
 from support.runs import trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,41 +27,6 @@ from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer, choose_layout
 from groupwise.records import SamplerSettings
 
-SIZES = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-WINDOW = {"sliding_window": 4}
-RIGHT = {
-    "llama": (transformers.LlamaConfig, {}),
-    "qwen2": (transformers.Qwen2Config, {}),
-    "qwen2_sliding": (
-        transformers.Qwen2Config,
-        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    ),
-    "qwen3": (transformers.Qwen3Config, {}),
-    "mistral_sliding": (transformers.MistralConfig, WINDOW),
-    "gemma2": (transformers.Gemma2Config, {**WINDOW, "attn_implementation": "sdpa"}),
-    "gemma3": (transformers.Gemma3TextConfig, WINDOW),
-    "gpt_neox": (transformers.GPTNeoXConfig, {}),
-    "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "phi3": (transformers.Phi3Config, {"sliding_window": None}),
-    "olmo2": (transformers.Olmo2Config, {}),
-    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": (
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-}
 REFUSED = {
     "mamba": (transformers.MambaConfig, {"state_size": 4}, "position_ids|attention layers"),
     "gpt_oss": (transformers.GptOssConfig, {"num_local_experts": 4}, "sinks"),
@@ -72,49 +38,6 @@ REFUSED = {
     "llama_dropout": (transformers.LlamaConfig, {"attention_dropout": 0.1}, "dropout"),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
 }
-
-
-def build(config_class, changes, seed=0):
-    changes = dict(changes)
-    attention = changes.pop("attn_implementation", None)
-    known = vars(config_class())
-    sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or "head_dim" in known}
-    torch.manual_seed(seed)
-    extra = {} if attention is None else {"attn_implementation": attention}
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **changes), **extra)
-    with torch.no_grad():
-        for parameter in model.parameters():  # attention far from uniform, so that a wrong key shows
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.train()
-
-
-def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1):
-    """Groups of rows that share a prompt: (prompt length, completion lengths), all padded by ``pad`` more."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [(prompt, size) for prompt, sizes in lengths for size in sizes]
-    texts = [torch.randint(3, 67, (prompt,), generator=generator) for prompt, sizes in lengths for _ in (1,)]
-    of_row = [text for text, (_, sizes) in zip(texts, lengths, strict=True) for _ in sizes]
-    width, prompt_width = max(c for _, c in rows) + pad, max(p for p, _ in rows) + pad
-    prompts, completion = torch.zeros(len(rows), prompt_width).long(), torch.zeros(len(rows), width).long()
-    prompt_mask, mask = torch.zeros_like(prompts), torch.zeros_like(completion)
-    for row, (prompt, size) in enumerate(rows):
-        prompts[row, prompt_width - prompt :] = of_row[row]
-        prompt_mask[row, prompt_width - prompt :] = 1
-        completion[row, :size] = torch.randint(3, 67, (size,), generator=generator)
-        mask[row, :size] = 1
-    return token_batch(prompts, prompt_mask, completion, mask)
-
-
-def values_and_gradients(model, batch, compute):
-    """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
-    batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
-    scores = compute(model, batch, LogprobHead("chunked"), with_entropy=True)
-    mask = batch.completion_mask_BT
-    logps, entropy = scores.logps_BT * mask, scores.entropy_BT * mask
-    weights = torch.linspace(0.5, 2.0, logps.numel()).view_as(logps)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(((logps + 0.3 * entropy) * weights).sum(), parameters, allow_unused=True)
-    return logps.detach(), entropy.detach(), [g for g in gradients if g is not None]
 
 
 def assert_packed_equals_padded(model, batch, tolerance):

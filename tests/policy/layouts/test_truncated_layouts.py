@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.architectures import RIGHT, build, completions
 from support.batches import packed, token_batch
 from support.truncation import kept_by_top_p, logp_and_entropy, slopes
-from test_packed import RIGHT, build, completions
 
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead

@@ -98,7 +98,7 @@ def plan_forks(shape: Shape, rows: Sequence[int]) -> list[tuple[list[list[int]],
     A block has completions of similar length, to the longest of which they are padded: the shortest has at
     least half its length, or at most 32 tokens less.
     """
-    by_length: dict[int, list[list[int]]] = {}
+    by_length: dict[int, list[list[int]]] = {}  # padding before a prompt would reach its state
     for group in shape.groups_of(rows):
         by_length.setdefault(shape.prompts[group[0]], []).append(group)
     forks = []
@@ -133,6 +133,7 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
     shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
     forks = []
+    # P groups of prompts with L tokens, and blocks of R of their completions, at most T tokens long.
     for groups, blocks in plan_forks(shape, range(len(batch))):
         length = shape.prompts[groups[0][0]]
         prompt_of = {row: index for index, group in enumerate(groups) for row in group}
@@ -306,8 +307,10 @@ def cannot_fork(model: nn.Module) -> str | None:
         return "it has a vision or audio part"
     if base.config.is_encoder_decoder or not supports_dynamic_cache(base):
         return f"transformers makes no DynamicCache for {type(base).__name__}"
+    if reason := cache_without_rows(base)[0]:
+        return reason
     if cache_argument(base) is None or "logits_to_keep" not in accepted_arguments(model):
         return "its forward does not accept a cache and logits_to_keep"
     if not supports_cache_in_checkpoints():
         return "this version of transformers takes the cache from layers under gradient checkpointing"
-    return cache_without_rows(base) or dropout_of_attention(base)
+    return dropout_of_attention(base)

@@ -1,0 +1,87 @@
+"""Table of architectures in ``docs/models.md``: layout, decoding loop and difference of a gradient.
+
+    python scripts/architecture_table.py          # with the installed transformers; writes the table
+
+Every architecture is a small model of random float32 weights (``tests/support/architectures.py``). Its layout
+is what ``sequence_layout="auto"`` takes, after the check of a run; the gradient of a batch of groups is
+compared with the sum of the gradients of each completion alone, by the plain forward, without padding.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import transformers  # noqa: E402
+from support.architectures import (  # noqa: E402
+    JAMBA,
+    MAMBA,
+    RIGHT,
+    STATES,
+    alone,
+    build,
+    completions,
+    values_and_gradients,
+)
+
+from groupwise.generation.decoding import decoding_path  # noqa: E402
+from groupwise.policy.heads.capture import LogprobHead  # noqa: E402
+from groupwise.policy.logprobs import LogprobComputer, choose_layout  # noqa: E402
+
+START, END = "<!-- written by scripts/architecture_table.py -->", "<!-- end of the table -->"
+NAMES = {**RIGHT, **STATES, "jamba": JAMBA, "mamba": MAMBA}
+
+
+def row_of(name: str) -> tuple[str, str, str, str, str]:
+    """Return class, layout, decoding loop, difference of the gradient, and what is against a faster way."""
+    model = build(*NAMES[name]).eval()  # routers of some experts add noise in training
+    path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
+    computer = LogprobComputer(path.choice, LogprobHead("chunked"))
+    batch = completions()
+    expected = values_and_gradients(model, batch, alone)[2]
+    given = values_and_gradients(model, batch, lambda m, b, _, **kwargs: computer(m, b, **kwargs))[2]
+    size = max(float(gradient.abs().max()) for gradient in expected)
+    error = max(float((a - b).abs().max()) for a, b in zip(given, expected, strict=True)) / size
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=True, use_cache=True)
+    decoding = decoding_path(model, config)
+    of_layout = path._replace(choice=computer.layout, reason=path.reason)
+    if computer.layout != path.choice:
+        of_layout = of_layout._replace(reason="its state cannot be continued by several tokens")
+    reasons = [of_layout.reason] if of_layout.choice == "padded" else []
+    reasons += [] if decoding.reason in of_layout.reason else [decoding.reason]
+    kind = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return (
+        kind + (", sliding window" if "sliding" in name else ""),
+        f"`{of_layout.choice}`",
+        decoding.choice if not decoding.reason else "`generate`",
+        f"{error:.0e}",
+        "; ".join(reasons),
+    )
+
+
+def table() -> str:
+    """Return the table for the installed versions."""
+    rows = sorted(row_of(name) for name in NAMES if NAMES[name][0] is not None)
+    lines = [
+        f"transformers {version('transformers')}, torch {version('torch')}, float32, CPU:",
+        "",
+        "| architecture | layout | decoding | gradient, relative difference | why not faster |",
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    page = ROOT / "docs" / "models.md"
+    before, rest = page.read_text(encoding="utf-8").split(START)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{START}\n\n{table()}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

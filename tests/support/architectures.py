@@ -1,0 +1,156 @@
+"""Small models of many architectures, and batches of theirs with prompts and completions of many lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import transformers
+
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.records import LogprobOutput, SamplerSettings
+from support.batches import token_batch
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = {"sliding_window": 4}
+RIGHT = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2_sliding": (
+        transformers.Qwen2Config,
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3": (transformers.Qwen3Config, {}),
+    "mistral_sliding": (transformers.MistralConfig, WINDOW),
+    "gemma2": (transformers.Gemma2Config, {**WINDOW, "attn_implementation": "sdpa"}),
+    "gemma3": (transformers.Gemma3TextConfig, WINDOW),
+    "gpt_neox": (transformers.GPTNeoXConfig, {}),
+    "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": None}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}
+
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+#: Layers with a state, or attention with sinks. Versions without such a state in their cache lack some.
+STATES = {
+    "qwen3_5": (transformers.Qwen3_5TextConfig, LINEAR),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, {**LINEAR, **SHARED_EXPERT}),
+    "qwen3_next": (transformers.Qwen3NextConfig, {**LINEAR, **SHARED_EXPERT}),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, LINEAR),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS}),
+    "bamba": (transformers.BambaConfig, {"attn_layer_indices": [1], **MAMBA2}),
+    "falcon_h1": (transformers.FalconH1Config, {**MAMBA2, "mamba_d_ssm": 64}),
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        {**MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+        | {"shared_intermediate_size": 32},
+    ),
+    "zamba2": (
+        transformers.Zamba2Config,
+        {"mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "chunk_size": 8, "num_mem_blocks": 1}
+        | {"layers_block_type": ["mamba", "hybrid", "mamba"]},
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        {"layers_block_type": ["mamba", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8}
+        | {"ssm_state_size": 8, "chunk_size": 8, "n_groups": 1},
+    ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    ),
+}
+#: A Mamba whose scan begins at zero whatever its cache has, so that only single tokens continue a prompt.
+JAMBA = (
+    transformers.JambaConfig,
+    {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    | {"mamba_d_state": 4, "mamba_dt_rank": 4},
+)
+#: States alone: a cache without keys does not know its length.
+MAMBA = (transformers.MambaConfig, {"state_size": 4})
+
+
+def build(config_class, changes, seed=0):
+    changes = dict(changes)
+    attention = changes.pop("attn_implementation", None)
+    known = vars(config_class())
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or "head_dim" in known}
+    torch.manual_seed(seed)
+    extra = {} if attention is None else {"attn_implementation": attention}
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **changes), **extra)
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention far from uniform, so that a wrong key shows
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1):
+    """Groups of rows that share a prompt: (prompt length, completion lengths), all padded by ``pad`` more."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(prompt, size) for prompt, sizes in lengths for size in sizes]
+    texts = [torch.randint(3, 67, (prompt,), generator=generator) for prompt, sizes in lengths for _ in (1,)]
+    of_row = [text for text, (_, sizes) in zip(texts, lengths, strict=True) for _ in sizes]
+    width, prompt_width = max(c for _, c in rows) + pad, max(p for p, _ in rows) + pad
+    prompts, completion = torch.zeros(len(rows), prompt_width).long(), torch.zeros(len(rows), width).long()
+    prompt_mask, mask = torch.zeros_like(prompts), torch.zeros_like(completion)
+    for row, (prompt, size) in enumerate(rows):
+        prompts[row, prompt_width - prompt :] = of_row[row]
+        prompt_mask[row, prompt_width - prompt :] = 1
+        completion[row, :size] = torch.randint(3, 67, (size,), generator=generator)
+        mask[row, :size] = 1
+    return token_batch(prompts, prompt_mask, completion, mask)
+
+
+def values_and_gradients(model, batch, compute):
+    """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
+    batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
+    scores = compute(model, batch, LogprobHead("chunked"), with_entropy=True)
+    mask = batch.completion_mask_BT
+    logps, entropy = scores.logps_BT * mask, scores.entropy_BT * mask
+    weights = torch.linspace(0.5, 2.0, logps.numel()).view_as(logps)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(((logps + 0.3 * entropy) * weights).sum(), parameters, allow_unused=True)
+    return logps.detach(), entropy.detach(), [g for g in gradients if g is not None]
+
+
+def alone(model, batch, head, *, with_entropy):
+    """Log-probs and entropies from the plain forward of each sequence alone, without padding."""
+    width = batch.completion_ids_BT.shape[1]
+    rows = []
+    for row in range(len(batch)):
+        prompt = batch.prompt_ids_BL[row][batch.prompt_mask_BL[row].bool()]
+        completion = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()]
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0].float()
+        logps = (logits[len(prompt) - 1 : -1] / batch.sampler.temperature).log_softmax(-1)
+        values = torch.stack([logps.gather(1, completion[:, None])[:, 0], -(logps.exp() * logps).sum(-1)])
+        rows.append(torch.nn.functional.pad(values, (0, width - len(completion))))
+    both = torch.stack(rows)  # (B, 2, T)
+    return LogprobOutput(both[:, 0], both[:, 1])
