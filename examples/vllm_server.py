@@ -29,7 +29,8 @@ def main():
         port = str(free.getsockname()[1])
     serve = ["vllm-serve", "--model", options.model, "--port", port, "--max_model_length", "256"]
     if torch.cuda.is_available():
-        serve += ["--weight_transfer", "ipc"]  # trainer and server share one GPU
+        # Trainer and server share one GPU, of which vLLM would take 90 % of the memory.
+        serve += ["--weight_transfer", "ipc", "--gpu-memory-utilization", "0.4"]
     server = None if options.server else subprocess.Popen([sys.executable, "-m", "groupwise.cli", *serve])
     trainer = GRPOTrainer(
         model=options.model,

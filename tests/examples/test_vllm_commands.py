@@ -34,6 +34,20 @@ def test_the_page_begins_with_them():
     assert shlex.split(TRAIN)[1:3] == ["python", "examples/vllm_server.py"]
 
 
+def test_a_server_beside_the_trainer_leaves_it_memory_of_the_gpu(monkeypatch, tmp_path):
+    import vllm_server
+
+    def start(command):
+        raise InterruptedError(*command)
+
+    monkeypatch.setattr("sys.argv", ["vllm_server.py", "--model", "tiny", "--output_dir", str(tmp_path)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("subprocess.Popen", start)
+    with pytest.raises(InterruptedError) as started:
+        vllm_server.main()
+    assert started.value.args[-2:] == ("--gpu-memory-utilization", "0.4")
+
+
 @pytest.mark.vllm
 @pytest.mark.real_model
 @pytest.mark.timeout(600)

@@ -83,6 +83,17 @@ def test_values_count_as_changed_if_any_bit_is_another() -> None:
     assert changes.update("other", weight[0]).tolist() == [0, 1]
 
 
+def test_the_copy_of_the_last_weights_is_written_in_place() -> None:
+    changes, weight = ChangedValues(), torch.zeros(4)
+    changes.update("w", weight)
+    copy = changes._last["w"]
+    for value in (1.0, 2.0):
+        weight[2] = value
+        assert changes.update("w", weight).tolist() == [2]
+        assert changes._last["w"] is copy and torch.equal(copy, weight)  # no new memory of each sync
+        assert copy.data_ptr() != weight.data_ptr()
+
+
 def test_a_step_below_the_resolution_of_bfloat16_changes_nothing() -> None:
     changes, weight = ChangedValues(), torch.ones(3, 1)
     changes.update("w", weight.bfloat16())

@@ -1,8 +1,8 @@
 """The Triton kernels of the chunked head against float64, on a GPU where there is one, else interpreted.
 
 Triton decides between compiling and interpreting when it is imported, so the interpreter gets a process of
-its own: ``test_the_comparisons_pass_in_the_interpreter`` runs this file again with TRITON_INTERPRET=1.
-On a GPU, which the tests hide by default: ``CUDA_VISIBLE_DEVICES=0 pytest tests/heads/test_kernels.py``.
+its own: ``test_the_comparisons_pass_with_kernels`` runs this file again with TRITON_INTERPRET=1.
+The tests hide GPUs from each other; on a machine with one it runs again there.
 
 Files: ``policy/heads/tiles.py``.
 """
@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ TRANSFORMS = {
 has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 needs_kernels = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or not (INTERPRETED or DEVICE == "cuda"),
-    reason="neither a GPU nor TRITON_INTERPRET=1: see test_the_comparisons_pass_in_the_interpreter",
+    reason="neither a GPU nor TRITON_INTERPRET=1: see test_the_comparisons_pass_with_kernels",
 )
 
 
@@ -57,11 +58,19 @@ def outcome_on_device(head_fn, hidden, weight, bias, targets, temperature, trans
     return [value.cpu() for value in values]
 
 
+ON_GPU = pytest.param(
+    {"CUDA_VISIBLE_DEVICES": "0"},
+    id="gpu",
+    marks=pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="this machine has no NVIDIA GPU"),
+)
+
+
 @has_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_the_comparisons_pass_in_the_interpreter():
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is the interpreter, or has the GPU")
+@pytest.mark.parametrize("where", [pytest.param({"TRITON_INTERPRET": "1"}, id="interpreter"), ON_GPU])
+def test_the_comparisons_pass_with_kernels(where):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **where}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 30

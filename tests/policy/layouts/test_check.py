@@ -6,6 +6,7 @@ Files: ``policy/attention.py``, ``policy/layouts/padded.py``.
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,6 +19,7 @@ from support.architectures import RIGHT, build, completions, values_and_gradient
 from support.batches import packed, token_batch
 from support.runs import trainer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
@@ -325,6 +327,32 @@ def test_a_model_that_does_not_run_in_float32_is_padded(caplog):
     assert computer.layout == "padded" and "cannot be checked: " in caplog.text
     padded = compute_padded_logprobs(model, completions(), HEAD, with_entropy=False)
     assert torch.equal(scores.logps_BT, padded.logps_BT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_check_keeps_no_gradient_of_an_embedding(tied):
+    """One tensor of its size at a time: the head's gradient, which nobody reads."""
+    model = build(transformers.LlamaConfig, {"tie_word_embeddings": tied})
+    model.resize_token_embeddings(40990, mean_resizing=False)
+    assert install_attention_hook(model)
+    size = model.get_input_embeddings().weight.nbytes
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    alive, most = [], 0.0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal alive, most
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.untyped_storage().nbytes() >= size:
+                alive = [ref for ref in (*alive, weakref.ref(made)) if ref() is not None]
+                storages = [ref().untyped_storage() for ref in alive]
+                sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+                most = max(most, sum(nbytes for key, nbytes in sizes.items() if key not in own) / size)
+            return made
+
+    with Sizes():
+        check_layout(model, completions(), HEAD, compute_shared, dtype=torch.float32, sharded=False)
+    assert most <= 1
 
 
 def broken_kernel(self, *_):

@@ -102,8 +102,11 @@ def check_layout(
     rows = probe_rows(batch)  # at most 4 rows of 32 + 32 tokens
     # Below DDP: it expects a backward pass after each of its forward passes with gradients.
     inner = model if sharded else unwrapped(model)
-    # Two weights near the input: their gradients pass all layers.
-    probes = [] if sharded else [p for p in inner.parameters() if p.requires_grad][:2]
+    # Two weights near the input: their gradients pass all layers. Not an embedding: five tensors of its size
+    # may take more memory than a micro-batch.
+    tables = {id(module.weight) for module in inner.modules() if isinstance(module, nn.Embedding)}
+    trained = [p for p in inner.parameters() if p.requires_grad and id(p) not in tables]
+    probes = [] if sharded else trained[:2]
 
     def padded(_model: nn.Module, _rows: TokenBatch, head: LogprobHead = head) -> torch.Tensor:
         return compute_padded_logprobs(_model, _rows, head, with_entropy=False).logps_BT
