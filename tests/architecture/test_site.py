@@ -19,7 +19,8 @@ from support.browser import PHONE, ROUNDING, browse, with_browser
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Opens every page in a frame and posts its measurements. `split` are words of names in definition lists and
-#: tables that continue on a second line; `cut` blocks of code, and tables of texts, wider than their frame.
+#: tables that continue on a second line; `cut` blocks of code, and tables of texts, wider than their frame;
+#: what a terminal prints scrolls on a phone.
 HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
 async function measure(path) {
   const frame = document.createElement("iframe");
@@ -48,7 +49,8 @@ async function measure(path) {
     if (height < 0.66 * row) short.push([fence.parentElement.textContent, height, row]);
   }
   const cut = [...page.querySelectorAll("pre > code, table[data-stacked]")].filter(
-    (block) => Math.max(block.scrollWidth, block.offsetWidth) > block.parentElement.clientWidth + 1
+    (block) => !(%(width)d < 600 && block.closest(".language-text"))
+      && Math.max(block.scrollWidth, block.offsetWidth) > block.parentElement.clientWidth + 1
   );
   const style = frame.contentWindow.getComputedStyle(page.body);
   const result = {
