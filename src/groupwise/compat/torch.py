@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
@@ -70,6 +71,16 @@ def has_fused_gqa(query_BHQD: torch.Tensor, key_BJKD: torch.Tensor, value_BJKD: 
 
     choice = torch._fused_sdp_choice(query_BHQD, key_BJKD, value_BJKD, is_causal=True, enable_gqa=True)
     return choice not in (SDPBackend.MATH.value, SDPBackend.ERROR.value)
+
+
+def varlen_attention() -> Callable[..., Any] | None:
+    """Return ``varlen_attn`` if it takes groups of heads, as since 2.13; else None."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    return varlen.varlen_attn if takes_groups else None
 
 
 def has_out_dtype() -> bool:

@@ -22,12 +22,13 @@ from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
-from groupwise.policy.attention import supports_packing
+from groupwise.policy.attention import install_attention_hook, supports_packing
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.heads.weights import changes_head
 from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
 from groupwise.policy.layouts.check import check_layout
 from groupwise.policy.layouts.packed import (
+    PackedSequences,
     compute_packed_logprobs,
     pack_sequences,
     unsupported,
@@ -97,11 +98,12 @@ class LogprobComputer:
     """Compute log-probs of completions in the layout of the run.
 
     Args:
-        any_rank: returns True if its argument is true on a rank; called once, by all ranks.
+        any_rank: returns True if its argument is true on a rank; called once per check, by all ranks.
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
         explicit: the user chose the layout by its name: a failed check is an error, not a fallback.
+        varlen: packed attention runs in a varlen kernel; if the check fails, in blocks.
 
     Attributes:
         paths: states of layout and head.
@@ -117,6 +119,7 @@ class LogprobComputer:
         sharded: bool = False,
         mixed_precision: torch.dtype | None = None,
         explicit: bool = False,
+        varlen: bool = False,
     ) -> None:
         self.layout = layout
         self.head = head
@@ -124,7 +127,7 @@ class LogprobComputer:
         self.sharded = sharded
         self.mixed_precision = mixed_precision
         self.explicit = explicit
-        self.fell_back = False
+        self.fell_back, self.varlen = False, varlen
         self.checked = layout == "padded"
         self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
@@ -133,11 +136,14 @@ class LogprobComputer:
         return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
 
     def _pack(self, batch: TokenBatch) -> Any:
-        if isinstance(batch, MicroBatch) and batch.packed is not None:
-            return batch.packed
+        packed = batch.packed if isinstance(batch, MicroBatch) else None
+        if isinstance(packed, PackedSequences) and not self.varlen:  # packed before the check failed
+            packed = replace(packed, attention=replace(packed.attention, varlen=None))
+        if packed is not None:
+            return packed
         if self.layout == "forked":
             return _forked_layout().fork_sequences(batch)
-        return pack_sequences(batch, shared=self.layout == "shared_prefix")
+        return pack_sequences(batch, shared=self.layout == "shared_prefix", varlen=self.varlen)
 
     def _compute(self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool) -> LogprobOutput:
         """Compute log-probs in a layout other than "padded"."""
@@ -200,6 +206,10 @@ class LogprobComputer:
         if not self.any_rank(not passed):
             return
         message = f"{self.layout!r} {'fails its check on another rank' if passed else message}"
+        if self.varlen:
+            logger.warning("varlen attention of sequence_layout=%s; attention is computed in blocks", message)
+            self.varlen, self.paths[2:] = False, [FastPath("attention", "blocks", message, True)]
+            return self._check(model, batch)
         if self.explicit:
             raise ConfigError(
                 f"sequence_layout={message}; use 'padded', or 'auto', which falls back to it with a warning"
@@ -249,4 +259,11 @@ def make_logprob_computer(
     chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
     of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
     computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]
+    packs = path.choice in ("packed", "shared_prefix") and install_attention_hook(base_model(policy))
+    if packs and accelerator.device.type == "cuda":
+        from groupwise.policy.layouts.varlen import reason_against_varlen
+
+        reason = reason_against_varlen(accelerator.device, computer.mixed_precision or policy.dtype)
+        computer.varlen = not reason
+        computer.paths.append(FastPath("attention", "blocks" if reason else "varlen", reason))
     return computer

@@ -40,7 +40,12 @@ from torch import nn
 
 from groupwise.compat.transformers import attention_implementation, is_stateful
 from groupwise.core.padding import pad_sequences
-from groupwise.policy.attention import grouped_query_attention, install_attention_hook, supports_packing
+from groupwise.policy.attention import (
+    AttentionFunction,
+    grouped_query_attention,
+    install_attention_hook,
+    supports_packing,
+)
 from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
 from groupwise.policy.introspection import accepted_arguments, base_model, has_prompt_learning, is_text_only
 from groupwise.records import LogprobOutput, TokenBatch
@@ -50,6 +55,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 #: Layouts in which rows that share a prompt must stay together for it to be computed once.
 SHARES_PROMPTS = ("shared_prefix", "forked")
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 _NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
 
 #: A row of attention in the packed sequence: a shared prompt, or nothing, and the tokens that see it and, up
@@ -89,10 +95,12 @@ class PackedAttention:
 
     blocks: rows of attention; every token is a query of exactly one block.
     order_S: index of each token in the concatenated outputs of all blocks.
+    varlen: computes the same in half precision, in one call; None: nothing does.
     """
 
     blocks: Sequence[Block]
     order_S: torch.Tensor
+    varlen: AttentionFunction | None = None
     # By block and window; filled by the first layer.
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
 
@@ -106,6 +114,8 @@ class PackedAttention:
         sliding_window: int | None,
     ) -> torch.Tensor:
         """Compute the attention of one layer. Returns (1, S, H, D)."""
+        if self.varlen is not None and value_1JSD.dtype in HALF_PRECISION:
+            return self.varlen(query_1HSD, key_1JSD, value_1JSD, scale, sliding_window)
         outputs = []
         for index, block in enumerate(self.blocks):
             if (index, sliding_window) not in self._masks:  # the same for all layers
@@ -231,7 +241,7 @@ def shape_of(batch: TokenBatch) -> Shape:
     return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 
-def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
+def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> PackedSequences:
     """Pack the sequences of ``batch`` into one row.
 
     Waits once for the device, to read the lengths; all indices go there in one copy. The forward pass over
@@ -239,6 +249,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
 
     Args:
         shared: include the prompt of consecutive rows with the same prompt only once.
+        varlen: compute attention in half precision with a varlen kernel.
     """
     shape = shape_of(batch)
     max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
@@ -268,13 +279,19 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     ends = [0, *(rows.stop for rows in sequences)]
-    order, padded = _block_indices([*((range(0), own) for own in sequences), *branches], len(source))
+    branches += ((range(0), own) for own in sequences)
+    order, padded = _block_indices(branches, len(source))
     source_S, position_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
         [*map(torch.LongTensor, (source, positions, logit_index, output_index, ends, order)), *padded],
         batch.prompt_ids_BL.device,
     )
     # Positions of queries and keys are read on the device.
     blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
+    in_one_call = None
+    if varlen:
+        from groupwise.policy.layouts.varlen import varlen_rows
+
+        in_one_call = varlen_rows(branches, position_S.device)
     tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
     return PackedSequences(
         token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
@@ -282,7 +299,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool) -> PackedSequences:
         logit_index_N=logit_index_N,
         target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
         output_index_N=output_index_N,
-        attention=PackedAttention(blocks, order_S),
+        attention=PackedAttention(blocks, order_S, in_one_call),
         cu_seqlens=cu_seqlens.int(),
         max_seqlen=max(map(len, sequences)),
         kept=None
