@@ -67,13 +67,13 @@ def _winner_passes(places: Sequence[int], answers: Sequence[Hashable], passed: S
 
 
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the mean and the half-width of its 95 % interval, 1.96 · s / √P (Miller 2024, section 2.1).
+    """Compute the mean and its 95 % margin of error, 1.96 · s / √P (Miller 2024, section 2.1).
 
     Args:
         values: one per prompt, not per completion: completions of one prompt are correlated.
 
     Returns:
-        (mean, half-width); the mean of no values and the half-width of fewer than two are NaN.
+        (mean, margin); the mean of no values and the margin of fewer than two are NaN.
     """
     mean = fmean(values) if values else math.nan
     if len(values) < 2:

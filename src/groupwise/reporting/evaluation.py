@@ -159,7 +159,7 @@ def prompt_values(
 
 
 def _summary(values: PromptValues) -> dict[str, float]:
-    """Return mean and half-width of the 95 % interval of each metric over prompts."""
+    """Return mean and 95 % margin of error of each metric over prompts."""
     from groupwise.core.pass_at_k import mean_with_interval
 
     metrics: dict[str, float] = {}
