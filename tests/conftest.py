@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.update(
@@ -39,9 +40,17 @@ hypothesis.settings.load_profile("everywhere")
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the imports from garbage collection: every training run ends in a full one."""
+    """Exempt what is imported from garbage collection: every training run ends in a full one."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Exempt also what the tests of a module have imported, after its fixtures have ended."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
 
 
 #: Memory that a test with a vLLM engine needs beside its imports: two engines with a cache of 2 GB, in bytes.
