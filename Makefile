@@ -26,7 +26,7 @@ else
 	$(PYTEST) $(FIRST:%=--ignore %)
 endif
 
-# Private symbols, decoding, adapters and a resumed run with the oldest or the newest transformers.
+# Private symbols, decoding, layouts, adapters, resumed runs and examples with the oldest or the newest transformers.
 versions-%: $(VENV)/installed
 	scripts/compat.sh $(PYTHON) transformers-$*
 

@@ -148,4 +148,17 @@ Functions:{% for tool in tools %} {{ tool.function | tojson }}{% endfor %}<|im_e
         "start_anchor": "<|im_start|>assistant\n",
         "fields": fields,
     }
+
+    def record(**properties):
+        return {"type": "object", "properties": properties}
+
+    # The same for transformers 5.3, which reads no template.
+    arguments = record(**{argument: {"type": "string", "x-regex": r"\((.*)"}})
+    called = record(name={"type": "string", "x-regex": "([a-z_]+)"}, arguments=arguments)
+    call = record(type={"const": "function"}, function=called)
+    tokenizer.response_schema = record(
+        role={"const": "assistant"},
+        content={"type": "string", "x-regex": r"^(.*?)(?:[a-z_]+\(|<\|im_end\|>|$)"},
+        tool_calls={"type": "array", "x-regex-iterator": r"([a-z_]+\([^)]*)", "items": call},
+    )
     return tokenizer

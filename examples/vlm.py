@@ -23,7 +23,9 @@ def tiny_model():
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>")
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16)
+    # CLIPImageProcessor of transformers 5.3 is that of PIL.
+    kind = getattr(transformers, "CLIPImageProcessorPil", transformers.CLIPImageProcessor)
+    images = kind(size={"shortest_edge": 16}, crop_size=16)
     parts = {"patch_size": 8, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
     processor = transformers.LlavaProcessor(images, words, chat_template=CHAT, **parts)
     size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -6,9 +6,9 @@
 # runs the tests of real engines with another CPU build of vLLM, put before that of PYTHON's environment. Its torch
 # must be that environment's (0.30 to 0.32 need 2.13.0).
 #   scripts/compat.sh PYTHON transformers-oldest|transformers-newest
-# runs tests/compat and a selection (decoding, adapters, two steps with a resume) with the oldest or the newest
-# transformers, put before that of PYTHON's environment. It takes tokenizers and the Hub's client along where the
-# environment has others than it asks for.
+# runs tests/compat and a selection (decoding, layouts, adapters, resumed runs, a step of every example without an
+# engine) with the oldest or the newest transformers, put before that of PYTHON's environment. It takes tokenizers
+# and the Hub's client along where the environment has others than it asks for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 environment=build/compat/$2
@@ -40,7 +40,12 @@ PYTHON
     if ((${#others[@]})); then
         "$1" -m pip install -q --no-deps --upgrade --target "$environment" "${others[@]}"
     fi
-    "$1" -m pytest -q -p no:cacheprovider tests/compat tests/generation/test_decoding.py tests/policy/test_adapters.py
+    examples=tests/examples/test_examples.py
+    "$1" -m pytest -q -p no:cacheprovider tests/compat tests/generation/test_decoding.py tests/policy/test_adapters.py \
+        tests/policy/layouts tests/hf/test_resume.py \
+        $examples::test_an_example_runs $examples::test_the_quickstart_writes_its_accuracies \
+        --deselect "$examples::test_an_example_runs[vllm_colocate]" \
+        --deselect "$examples::test_an_example_runs[vllm_server]" # vLLM has its own range of versions
     exec "$1" tests/compat/smoke.py
 fi
 "$1" -m venv --clear "$environment"

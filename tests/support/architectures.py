@@ -25,6 +25,12 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOW = {"sliding_window": 4}
+#: Empty with transformers 5.24, which refuses sdpa because it does not compute the softcap of the scores.
+GEMMA2 = (
+    {"gemma2": (transformers.Gemma2Config, {**WINDOW, "attn_implementation": "sdpa"})}
+    if transformers.Gemma2PreTrainedModel._supports_sdpa
+    else {}
+)
 RIGHT = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
@@ -34,7 +40,7 @@ RIGHT = {
     ),
     "qwen3": (transformers.Qwen3Config, {}),
     "mistral_sliding": (transformers.MistralConfig, WINDOW),
-    "gemma2": (transformers.Gemma2Config, {**WINDOW, "attn_implementation": "sdpa"}),
+    **GEMMA2,
     "gemma3": (transformers.Gemma3TextConfig, WINDOW),
     "gpt_neox": (transformers.GPTNeoXConfig, {}),
     "gpt2": (transformers.GPT2Config, {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),

@@ -8,6 +8,7 @@ from support.tool_chats import LOOK, look_call_message
 
 from groupwise.errors import ConfigError
 from groupwise.tokenization import tool_calls
+from groupwise.tokenization.text import response_attribute
 from groupwise.tokenization.tool_calls import TurnParser, split_thoughts
 
 USER = {"role": "user", "content": "What is it?"}
@@ -153,6 +154,20 @@ def test_a_call_without_a_function_name_has_an_error(text):
     tokenizer = byte_tokenizer()
     turn = TurnParser(tokenizer, "<function=")([], tokenizer(text)["input_ids"], [LOOK])
     assert len(turn.tool_calls) == 1 and "not valid JSON" in turn.tool_calls[0].error
+
+
+def test_an_attribute_that_the_installed_transformers_does_not_read_is_refused():
+    """``parse_response`` of transformers 5.3 takes no prefix: every call would fail to be parsed."""
+
+    class Earlier:
+        response_template, response_schema = {"fields": {}}, None
+
+        def parse_response(self, response, schema=None): ...
+
+    with pytest.raises(ConfigError, match=r"transformers reads tokenizer\.response_schema: set that"):
+        response_attribute(Earlier())
+    Earlier.response_schema = {"type": "object"}
+    assert response_attribute(Earlier()) == "response_schema"
 
 
 def test_a_response_template_takes_precedence_over_the_known_formats():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -150,6 +151,18 @@ def tokens_without_embedding(
 
 
 def response_attribute(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the name of the attribute by which ``parse_response`` splits a turn; None: there is none."""
-    names = "response_template", "response_schema"  # of older versions of transformers
-    return next((name for name in names if getattr(tokenizer, name, None)), None)
+    """Return the name of the attribute by which ``parse_response`` splits a turn; None: there is none.
+
+    Raises:
+        ConfigError: there is one, but the installed transformers does not read it.
+    """
+    has_schema = bool(getattr(tokenizer, "response_schema", None))  # read by older versions of transformers
+    if getattr(tokenizer, "response_template", None):
+        if "prefix" in inspect.signature(tokenizer.parse_response).parameters:
+            return "response_template"
+        if not has_schema:
+            raise ConfigError(
+                "the tokenizer has a response_template, but the installed version of transformers reads "
+                "tokenizer.response_schema: set that, or install a newer version (5.19 reads templates)"
+            )
+    return "response_schema" if has_schema else None

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from support.architectures import JAMBA, MAMBA, RIGHT, STATES, alone, build, completions, values_and_gradients
 from support.runs import trainer
 
+from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError
 from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
@@ -30,6 +31,9 @@ from groupwise.policy.logprobs import LogprobComputer, choose_layout
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.records import SamplerSettings
 
+pytestmark = pytest.mark.skipif(
+    not supports_cache_in_checkpoints(), reason="caches of this version of transformers cannot be forked"
+)
 #: Prompts of 1, 3 and 9 tokens, two groups of one length; completions of 0 to 45 tokens, so that one fork has
 #: two blocks.
 LENGTHS = ((3, (4, 1, 7)), (9, (2, 0)), (1, (3, 1)), (3, (45, 2)))

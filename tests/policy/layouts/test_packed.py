@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.architectures import RIGHT, SIZES, build, completions, values_and_gradients
+from support.architectures import GEMMA2, RIGHT, SIZES, build, completions, values_and_gradients
 from support.batches import packed
 from support.runs import trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError
 from groupwise.policy import attention
 from groupwise.policy.attention import install_attention_hook
@@ -37,6 +38,7 @@ REFUSED = {
     ),
     "llama_dropout": (transformers.LlamaConfig, {"attention_dropout": 0.1}, "dropout"),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+    **({} if GEMMA2 else {"gemma2": (transformers.Gemma2Config, {}, "'eager'")}),
 }
 
 
@@ -67,7 +69,8 @@ def test_an_architecture_that_would_be_wrong_is_refused(name):
     with pytest.raises(ConfigError, match=reason):
         choose_layout("shared_prefix", model, group_size=4, with_aux_loss=False)
     # Prompts are computed once all the same, by passes over the cache of those that have one.
-    otherwise = "forked" if name in ("gpt_oss", "llama_eager", "lfm2") else "padded"
+    forked = supports_cache_in_checkpoints() and name in ("gpt_oss", "llama_eager", "lfm2", "gemma2")
+    otherwise = "forked" if forked else "padded"
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == otherwise
 
 

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ WITH_VLLM = (
     *(*IMPORTS, "vllm", "vllm.entrypoints.openai.api_server"),
     *("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"),
 )
+#: The Hub's client needs httpx itself before its version 2.
+_HTTPX = () if metadata.version("huggingface-hub").startswith("1.") else ("httpx",)
 #: Modules of each extra of pyproject.toml; the installation without extras lacks them, and Pillow.
 EXTRAS = {
     "peft": ("peft",),
-    "server": ("httpx",),
+    "server": _HTTPX,
     "vllm": ("vllm",),
     "kernels": ("kernels",),
     "deepspeed": ("deepspeed",),
