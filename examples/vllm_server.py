@@ -29,8 +29,7 @@ def main():
         port = str(free.getsockname()[1])
     serve = ["vllm-serve", "--model", options.model, "--port", port, "--max_model_length", "256"]
     if torch.cuda.is_available():
-        # Trainer and server share one GPU, of which vLLM would take 90 % of the memory.
-        serve += ["--weight_transfer", "ipc", "--gpu-memory-utilization", "0.4"]
+        serve += ["--weight_transfer", "ipc", "--gpu-memory-utilization", "0.4"]  # both share one GPU
     server = None if options.server else subprocess.Popen([sys.executable, "-m", "groupwise.cli", *serve])
     trainer = GRPOTrainer(
         model=options.model,
