@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from support import architectures
 from support.runs import trainer
 
 from groupwise.cpu import linears_path
@@ -21,19 +22,7 @@ from groupwise.generation import decoding
 from groupwise.generation.decoding import decoding_path, sample_tokens
 from groupwise.generation.transformers_backend import TransformersBackend
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {**architectures.SIZES, "vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 ARCHITECTURES = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
     "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),

@@ -138,6 +138,11 @@ def supports_attention_interface(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Return True if ``model`` loads with "sdpa"; Gemma 2 does not since 5.24."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
 def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
     """Return the attention function registered as "sdpa"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

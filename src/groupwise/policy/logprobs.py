@@ -219,6 +219,18 @@ class LogprobComputer:
         self.fell_back = True
 
 
+def _reason_for_one_forward(config: GRPOConfig, accelerator: Accelerator) -> str:
+    """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
+    checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
+    reasons = {
+        "sharded parameters need as many forward passes on every rank": is_sharded(accelerator),
+        "a compiled model takes no cache": config.torch_compile,
+        "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)
+        and checkpointing.get("use_reentrant"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def make_logprob_computer(
     policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
 ) -> LogprobComputer:
@@ -238,11 +250,7 @@ def make_logprob_computer(
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
         on_gpu=accelerator.device.type == "cuda",
-        one_forward="sharded parameters need as many forward passes on every rank"
-        if is_sharded(accelerator)
-        else "a compiled model takes no cache"
-        if config.torch_compile
-        else "",
+        one_forward=_reason_for_one_forward(config, accelerator),
     )
     head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,

@@ -71,6 +71,21 @@ def test_gradient_checkpointing_recomputes_the_same():
     assert len(calls) == 2 * (2 + 4)
 
 
+def test_checkpoints_that_detach_the_cache_are_refused(tmp_path):
+    """A reentrant checkpoint runs without gradients, and what it writes to a cache has none."""
+    model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        compute(model, batch, LogprobHead("chunked"), with_entropy=False)
+    with torch.no_grad():  # old and reference log-probs need none
+        compute(model, batch, LogprobHead("chunked"), with_entropy=False)
+    kwargs = {"use_reentrant": True}
+    run = trainer(tmp_path, model=build(*STATES["qwen3_5"]), gradient_checkpointing_kwargs=kwargs)
+    path = run.logprob_computer.paths[0]
+    assert path.choice == "padded" and "use_reentrant" in path.reason
+
+
 def test_layers_that_fit_into_memory_are_kept_for_all_passes_together():
     model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
     expected = values_and_gradients(model, batch, compute)

@@ -74,6 +74,12 @@ def test_an_architecture_that_would_be_wrong_is_refused(name):
     assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == otherwise
 
 
+def test_no_attention_is_advised_that_the_model_refuses(monkeypatch):
+    model = build(*REFUSED["llama_eager"][:2])
+    monkeypatch.setattr(type(model), "_supports_sdpa", False)
+    assert unsupported(model) == "its attention implementation is 'eager'"
+
+
 def test_gradient_checkpointing_recomputes_the_same():
     model = build(*RIGHT["llama"])
     batch = completions()

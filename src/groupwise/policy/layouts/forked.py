@@ -169,7 +169,7 @@ def compute_forked_logprobs(
         log-probs and entropies (B, T), float32, arbitrary on padding.
 
     Raises:
-        RuntimeError: the model did not use the cache that it was given.
+        RuntimeError: the model did not use the cache that it was given, or reentrant checkpoints detach it.
     """
     name, accepted = cache_argument(base_model(model)) or "", accepted_arguments(model)
 
@@ -237,6 +237,7 @@ class ForkableCache(DynamicCache):
         self.num_tokens = num_tokens
         self.after = [_copy(layer) for layer in before] if keep else []
         self.written: set[tuple[Any, ...]] = set()
+        self.has_gradient = torch.is_grad_enabled()
         Cache.__init__(self, layers=[self._reader(index) for index in range(len(before))])
 
     def rows(self, rows_R: torch.Tensor) -> list[Any]:
@@ -268,6 +269,11 @@ class ForkableCache(DynamicCache):
     def _update(self, index: int, method: str, *states: Any, **kwargs: Any) -> Any:
         number = next((state for state in states if isinstance(state, int)), 0)  # of several in one layer
         write = (index, method, number)
+        if self.has_gradient and not torch.is_grad_enabled():  # states without a gradient to the prompt
+            raise RuntimeError(
+                "sequence_layout='forked': gradient checkpoints with use_reentrant=True detach the cache; "
+                "set gradient_checkpointing_kwargs={'use_reentrant': False}, or sequence_layout='padded'"
+            )
         # The second time is a recomputation: its result counts, its states have been kept.
         keeps = bool(self.after) and write not in self.written
         layer = self.after[index] if keeps else _copy(self.before[index])

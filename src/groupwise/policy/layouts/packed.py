@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.compat.transformers import attention_implementation, is_stateful
+from groupwise.compat.transformers import attention_implementation, is_stateful, supports_sdpa
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import (
     AttentionFunction,
@@ -287,12 +287,8 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
     )
     # Positions of queries and keys are read on the device.
     blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
-    in_one_call = None
-    if varlen:
-        from groupwise.policy.layouts.varlen import varlen_rows
-
-        in_one_call = varlen_rows(branches, position_S.device)
-    tokens = batch.sequences()[0].flatten()  # (B · (L + T),)
+    in_one_call = _in_one_call(branches, position_S.device) if varlen else None
+    tokens, kept = batch.sequences()[0].flatten(), batch.sampling_mask  # (B · (L + T),), by row
     return PackedSequences(
         token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
         position_ids_1S=position_S.unsqueeze(0),
@@ -302,10 +298,15 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
         attention=PackedAttention(blocks, order_S, in_one_call),
         cu_seqlens=cu_seqlens.int(),
         max_seqlen=max(map(len, sequences)),
-        kept=None
-        if batch.sampling_mask is None
-        else join_sampling_masks(batch.sampling_mask, shape.completions),
+        kept=None if kept is None else join_sampling_masks(kept, shape.completions),
     )
+
+
+def _in_one_call(branches: Sequence[Branch], device: torch.device) -> AttentionFunction:
+    """Import the attention of a varlen kernel: CPUs and float32 have none."""
+    from groupwise.policy.layouts.varlen import varlen_rows
+
+    return varlen_rows(branches, device)
 
 
 def _on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -419,10 +420,9 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     if reason := dropout_of_attention(base):
         return reason
     if not supports_packing(base, shared=shared):
-        return (
-            f"its attention implementation is {attention_implementation(base)!r}; load it with "
-            f"attn_implementation='sdpa'{'' if shared else ', flash attention or flex_attention'}"
-        )
+        others = "" if shared else ", flash attention or flex_attention"
+        advice = f"; load it with attn_implementation='sdpa'{others}" if supports_sdpa(base) else ""
+        return f"its attention implementation is {attention_implementation(base)!r}{advice}"
     return None
 
 
