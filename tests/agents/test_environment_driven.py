@@ -86,7 +86,7 @@ def test_messages_are_appended_and_turns_share_generate_calls():
     assert rollout.metrics["tools/fork_frequency"].value() == 0
 
 
-def test_a_rewritten_history_forks_the_rollout_at_the_first_mismatch():
+def test_a_rewritten_history_forks_the_rollout():
     class Forgetful(Dialogue):
         def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [
@@ -97,13 +97,12 @@ def test_a_rewritten_history_forks_the_rollout_at_the_first_mismatch():
     rows = [{"question": "a", "more": 1}]
     rollout, _, tokenizer = generate_rollouts(Forgetful(), [["my secret is out", "two"]], rows)
     completion = rollout.completions[0]
-    assert tokenizer.decode(completion.token_ids).startswith(
-        "my *** is out<|im_end|>\n<|im_start|>user\nmore"
-    )
-    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
-    assert (
-        tokenizer.decode(sampled) == "my two<|im_end|>"
-    )  # the common prefix, and the turn sampled after the fork
+    assert tokenizer.decode(completion.token_ids) == "my secret is out<|im_end|>two<|im_end|>"
+    assert set(completion.loss_mask) == {1}  # nothing that was sampled is lost
+    ((start, history),) = completion.contexts  # of the second turn
+    assert tokenizer.decode(completion.token_ids[start:]) == "two<|im_end|>"
+    assert "my *** is out<|im_end|>\n<|im_start|>user\nmore" in tokenizer.decode(history)
+    assert completion.last_row == (start, len(completion.token_ids))
     assert rollout.metrics["tools/fork_frequency"].value() == 1
     assert [message["content"] for message in rollout.texts[0]] == ["my *** is out", "more", "two"]
 
@@ -115,7 +114,7 @@ def test_generation_kwargs_reach_every_call_of_the_backend():
     assert len(given) == 2 and backend.sampling == given
 
 
-def test_a_history_with_another_prompt_becomes_the_prompt():
+def test_a_history_with_another_prompt_is_the_context_of_later_turns():
     class Restarting(Dialogue):
         def remember(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [{"role": "user", "content": "summary"}]
@@ -123,8 +122,11 @@ def test_a_history_with_another_prompt_becomes_the_prompt():
     rollout, _, tokenizer = generate_rollouts(
         Restarting(), [["one"], ["two"]], [{"question": "a", "more": 1}]
     )
-    assert "summary" in tokenizer.decode(rollout.prompt_ids[0])
-    assert tokenizer.decode(rollout.completions[0].token_ids) == "two<|im_end|>"
+    completion = rollout.completions[0]
+    assert tokenizer.decode(completion.token_ids) == "one<|im_end|>two<|im_end|>"
+    ((start, history),) = completion.contexts
+    assert tokenizer.decode(completion.token_ids[start:]) == "two<|im_end|>"
+    assert "summary" in tokenizer.decode(history) and "summary" not in tokenizer.decode(rollout.prompt_ids[0])
 
 
 def test_max_completion_length_ends_a_rollout():

@@ -507,7 +507,7 @@ def test_a_truncated_turn_calls_no_tool():
     assert cut.metrics["tools/call_frequency"].value() == 0
 
 
-def test_a_template_that_rewrites_history_forks_the_rollout_at_the_first_mismatch():
+def test_a_template_that_rewrites_history_forks_the_rollout():
     """The template adds a note to earlier turns after the result "5"; the rewritten tokens have no loss."""
     rewriting = CHAT.replace(
         "'<|im_start|>assistant\\n' + message.content",
@@ -517,13 +517,12 @@ def test_a_template_that_rewrites_history_forks_the_rollout_at_the_first_mismatc
     script = ["Sum: " + call("add", a=2, b=3), "It is 5."]
     rollout, backend = run([script], TOOLS, tokenizer)
     completion = rollout.completions[0]
-    text = tokenizer.decode(completion.token_ids)
-    assert text.startswith("Sum:(noted)") and text.endswith("It is 5.<|im_end|>")
-    sampled = [token for token, mask in zip(completion.token_ids, completion.loss_mask, strict=True) if mask]
-    # The common prefix, and the turn sampled after the fork.
-    assert tokenizer.decode(sampled) == "Sum:" + "It is 5.<|im_end|>"
-    context = rollout.prompt_ids[0] + completion.token_ids[: -len("It is 5.") - 1]
-    assert backend.calls[1][0] == context
+    assert tokenizer.decode(completion.token_ids) == "<|im_end|>".join([*script, ""]) and set(
+        completion.loss_mask
+    ) == {1}
+    ((start, context),) = completion.contexts
+    assert tokenizer.decode(completion.token_ids[start:]) == "It is 5.<|im_end|>"
+    assert "Sum:(noted)" in tokenizer.decode(context) and backend.calls[1][0] == context
     assert rollout.metrics["tools/fork_frequency"].value() == 1
 
 

@@ -34,7 +34,7 @@ def call(output: dict[str, Any], prompts: Any = CHATS) -> Any:
 def test_rows_may_be_tensors_and_arrays(make):
     given = {"prompt_ids": [[5, 6], [6, 7]], "completion_ids": [[8, 1], [8, 9]], "env_mask": [[1, 0], [0, 1]]}
     given["logprobs"] = [[-0.5, -1.0], [-2.0, float("nan")]]
-    prompt_ids, completions, _ = call({key: make(rows) for key, rows in given.items()})
+    prompt_ids, completions, *_ = call({key: make(rows) for key, rows in given.items()})
     assert prompt_ids == given["prompt_ids"] and {type(v) for row in prompt_ids for v in row} == {int}
     assert [c.token_ids for c in completions] == given["completion_ids"]
     assert [c.loss_mask for c in completions] == given["env_mask"]
@@ -43,7 +43,7 @@ def test_rows_may_be_tensors_and_arrays(make):
 
 
 def test_all_keys_of_a_rollout_function():
-    prompt_ids, completions, extra = call(FULL)
+    prompt_ids, completions, extra, _ = call(FULL)
     assert prompt_ids == [[5], [6, 7]]
     assert [completion.token_ids for completion in completions] == [[8, 9, 1], [8]]
     assert [completion.loss_mask for completion in completions] == [[1, 0, 1], [1]]
@@ -54,7 +54,7 @@ def test_all_keys_of_a_rollout_function():
 
 
 def test_required_keys_of_a_rollout_function():
-    _, completions, extra = call({"prompt_ids": [[5], [6]], "completion_ids": [[1], [8, 1]]})
+    _, completions, extra, _ = call({"prompt_ids": [[5], [6]], "completion_ids": [[1], [8, 1]]})
     assert [(c.logps, c.loss_mask, c.truncated) for c in completions] == [(None, None, False)] * 2
     assert extra == {}
 

@@ -20,8 +20,12 @@ class Trajectory:
         loss_mask   [  1      1   |  0      0    |   1      1   ]
         logps       [-0.3   -0.1  | nan    nan   | -0.7   -0.1  ]
 
+    A history that is rewritten does not cost what was sampled: the rollout forks, and its later tokens follow
+    a context of their own (``Completion.contexts``).
+
     Attributes:
-        max_new_tokens: limit of the completion, tool results included.
+        max_new_tokens: limit of the completion, tool results included; after a fork, of what follows the
+            prompt in the present history.
         context_length: limit of prompt and completion; None: unlimited.
         loss_mask: 1 for sampled tokens, 0 for others.
         logps: sampler log-probs; NaN for tokens that were not sampled or have none.
@@ -30,6 +34,8 @@ class Trajectory:
         weight_digests: digests of the weights that sampled each turn, without those that are not known.
         truncated: a limit ended the rollout.
         num_forks: number of times that the history was rewritten.
+        contexts: index of the first token after each fork, and the history that it follows.
+        prompt_tokens: tokens of the present history that do not count as completion.
     """
 
     prompt_ids: list[int]
@@ -43,22 +49,31 @@ class Trajectory:
     weight_digests: list[str] = field(default_factory=list)
     truncated: bool = False
     num_forks: int = 0
+    contexts: list[tuple[int, list[int]]] = field(default_factory=list)
+    prompt_tokens: int = 0
     has_logps: bool = False
     has_versions: bool = False
     has_sampling_mask: bool = False
 
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt_ids)
+
     @property
     def context_ids(self) -> list[int]:
-        """Token ids of prompt and completion: the input of the next turn."""
-        return self.prompt_ids + self.token_ids
+        """Token ids of the present history: the input of the next turn."""
+        start, context = self.contexts[-1] if self.contexts else (0, self.prompt_ids)
+        return context + self.token_ids[start:]
 
     @property
     def remaining_tokens(self) -> int:
         """Number of tokens that may still be appended."""
-        remaining = self.max_new_tokens - len(self.token_ids)
-        if self.context_length is None:
-            return remaining
-        return min(remaining, self.context_length - len(self.context_ids))
+        return self._remaining(self.context_ids, self.prompt_tokens)
+
+    def _remaining(self, history: list[int], prompt_tokens: int) -> int:
+        remaining = self.max_new_tokens - (len(history) - prompt_tokens)
+        return (
+            remaining if self.context_length is None else min(remaining, self.context_length - len(history))
+        )
 
     def append_sampled(self, completion: Completion) -> list[int]:
         """Append a turn of the policy, truncated to ``remaining_tokens``; return its tokens."""
@@ -102,36 +117,29 @@ class Trajectory:
     def continue_from(self, context_ids: Sequence[int]) -> bool:
         """Append or fork so that the next turn continues ``context_ids``.
 
-        If ``context_ids`` extend the present ones, the additional tokens are appended without loss. Otherwise
-        the rollout forks: it keeps its tokens up to the first mismatch, drops the later ones (they belong to
-        a history that is not continued), and appends the rest of ``context_ids`` without loss. After a
-        mismatch within the prompt, ``context_ids`` become the prompt.
+        If ``context_ids`` extend the present history, the additional tokens are appended without loss.
+        Otherwise the rollout forks: what was sampled keeps its loss after the history in which it was
+        sampled, and later tokens follow ``context_ids``, which carry none.
 
         Returns:
-            False if no token would remain for the next turn; then the rollout is truncated, and unchanged if
-            ``context_ids`` alone fill the context.
+            False if no token would remain for the next turn; then the rollout is truncated, and unchanged.
         """
-        if self.context_length is not None and len(context_ids) >= self.context_length:
+        own_ids, history = self.context_ids, list(context_ids)
+        if history[: len(own_ids)] == own_ids:
+            return self.append_observed(history[len(own_ids) :])
+        # What follows the prompt counts as completion; a history with another beginning is all prompt.
+        num_prompt = len(self.prompt_ids)
+        prompt_tokens = num_prompt if history[:num_prompt] == self.prompt_ids else len(history)
+        if self._remaining(history, prompt_tokens) < 1:
             self.truncated = True
             return False
-        own_ids = self.context_ids
-        common = next(
-            (i for i, (own, other) in enumerate(zip(own_ids, context_ids, strict=False)) if own != other),
-            min(len(own_ids), len(context_ids)),
-        )
-        if common < len(own_ids):
-            self.num_forks += 1
-            if common < len(self.prompt_ids):
-                self.prompt_ids, common = list(context_ids), len(context_ids)
-            kept = common - len(self.prompt_ids)
-            for values in (self.token_ids, self.loss_mask, self.logps, self.versions):
-                del values[kept:]
-            if self.sampling_mask:
-                self.sampling_mask = [SamplingMask.concatenate(self.sampling_mask).first(kept)]
-        return self.append_observed(context_ids[common:])
+        self.num_forks, self.prompt_tokens = self.num_forks + 1, prompt_tokens
+        self.contexts.append((len(self.token_ids), history))
+        return True
 
     def completion(self) -> Completion:
         """Return the completion as a record."""
+        contexts = tuple(context for context in self.contexts if context[0] < len(self.token_ids))
         return Completion(
             token_ids=self.token_ids,
             logps=self.logps if self.has_logps else None,
@@ -140,4 +148,6 @@ class Trajectory:
             versions=self.versions if self.has_versions else None,
             weight_digest="+".join(dict.fromkeys(self.weight_digests)) or None,
             sampling_mask=SamplingMask.concatenate(self.sampling_mask) if self.has_sampling_mask else None,
+            contexts=contexts,
+            last_row=(contexts[-1][0], len(self.token_ids)) if contexts else None,
         )

@@ -105,6 +105,8 @@ class WindowRows:
         columns = (*lengths, batch.group_ids_B, gradient_B.long())
         prompts, completions, group_ids, flags = torch.stack(columns).tolist()  # (4, B): one synchronization
         gradient = [bool(flag) for flag in flags]
+        for row, tokens in enumerate(batch.context_tokens()):  # of a rollout of several rows
+            completions[row] += tokens
         return cls(prompts, completions, group_ids, gradient, [len(batch)], frozenset(batch.tensors()))
 
     @classmethod

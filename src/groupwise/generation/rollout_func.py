@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 
+from groupwise.core.metrics import Metrics
 from groupwise.errors import BackendError, boundary
 from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
 
-_RESERVED_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+_RESERVED_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "rollout_ids")
 
 
 def call_rollout_function(
@@ -19,21 +23,22 @@ def call_rollout_function(
     trainer: object,
     end_tokens: frozenset[int],
     vocab_size: int = 2**31,
-) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]]]:
+) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]], Metrics]:
     """Call ``function(prompts, trainer)`` and check its result.
 
     Args:
-        function: returns a dict of lists with B entries: ``prompt_ids`` and ``completion_ids`` (token ids);
-            optionally ``logprobs`` (per completion token, None or NaN if unknown) and ``env_mask`` (1 for
-            tokens of the policy, 0 for others, which carry no loss). A row may be a tensor or an array.
-            Other keys are columns for the rewards.
-        prompts: B prompts, each repeated once per completion. The function gets copies and may change them.
+        function: returns a dict of lists with R entries, one per row: ``prompt_ids`` and ``completion_ids``
+            (token ids); optionally ``logprobs`` (per completion token, None or NaN if unknown), ``env_mask``
+            (1 for tokens of the policy, 0 for others, which carry no loss) and ``rollout_ids`` (a number
+            per row: rows with the same one are one rollout; without it every row is one). A row may be a
+            tensor or an array. Other keys are columns for the rewards, with an entry per row or per rollout.
+        prompts: B prompts, each repeated once per rollout. The function gets copies and may change them.
         trainer: passed to the function.
         end_tokens: a completion that does not end in one of these counts as truncated.
         vocab_size: number of token ids that the policy has.
 
     Returns:
-        prompt token ids, completions and extra columns, B entries each.
+        prompt token ids, completions and extra columns, B entries each; statistics of the rows.
 
     Raises:
         BackendError: the function raised, a required key is missing, lengths differ, or a token id, log-prob
@@ -46,37 +51,64 @@ def call_rollout_function(
     if missing:
         raise BackendError(
             f"rollout_func {name!r} returned no {' and no '.join(missing)}; it returned {sorted(output)}; "
-            "it must return prompt_ids and completion_ids, and may return logprobs, env_mask and extra "
-            "columns"
+            "it must return prompt_ids and completion_ids, and may return logprobs, env_mask, rollout_ids "
+            "and extra columns"
         )
+    output = {key: values for key, values in output.items() if values is not None}
+    ends = _ends_of_rollouts(name, output.get("rollout_ids"), len(prompts))  # of B rollouts among the R rows
+    num_rollouts = len(prompts)  # B
+    num_rows = ends[-1] if ends else num_rollouts  # R
     for key, values in output.items():
-        if values is not None and len(values) != len(prompts):
+        if len(values) not in ({num_rows} if key in _RESERVED_KEYS else {num_rows, num_rollouts}):
             raise BackendError(
                 f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
-                f"{len(prompts)} prompts (each prompt is repeated once per completion)"
+                f"{num_rollouts} prompts (each prompt is repeated once per completion)"
+                f"{f' and {num_rows} rollout_ids' if ends else ''}"
             )
-    fields = {key: output[key] for key in _RESERVED_KEYS if output.get(key) is not None}
+    fields = {key: output[key] for key in _RESERVED_KEYS[:-1] if key in output}
     rows = [
         _checked(name, row, {key: _plain(values[row]) for key, values in fields.items()}, vocab_size)
-        for row in range(len(prompts))
+        for row in range(num_rows)
     ]
+    extra = {key: list(values) for key, values in output.items() if key not in _RESERVED_KEYS}
+    if ends:
+        from groupwise.generation.rollout_rows import join_rollouts
+
+        last = {
+            key: [values[end - 1] for end in ends] if len(values) == num_rows else values
+            for key, values in extra.items()
+        }
+        return join_rollouts(rows, ends, last, end_tokens)
     completions = [
         Completion(
             token_ids=row["completion_ids"],
-            logps=None
-            if "logprobs" not in row
-            else [torch.nan if v is None else float(v) for v in row["logprobs"]],
-            loss_mask=None if "env_mask" not in row else [int(value) for value in row["env_mask"]],
-            truncated=not row["completion_ids"] or row["completion_ids"][-1] not in end_tokens,
+            logps=row.get("logprobs"),
+            loss_mask=row.get("env_mask"),
+            truncated=is_truncated(row["completion_ids"], end_tokens),
         )
         for row in rows
     ]
-    extra = {
-        key: list(values)
-        for key, values in output.items()
-        if key not in _RESERVED_KEYS and values is not None
-    }
-    return [row["prompt_ids"] for row in rows], completions, extra
+    return [row["prompt_ids"] for row in rows], completions, extra, {}
+
+
+def is_truncated(token_ids: Sequence[int], end_tokens: frozenset[int]) -> bool:
+    """Return True for a completion that does not end in an end token."""
+    return not token_ids or token_ids[-1] not in end_tokens
+
+
+def _ends_of_rollouts(name: str, rollout_ids: Any, num_rollouts: int) -> list[int]:
+    """Return for each rollout the index after its last row; [] without ``rollout_ids``."""
+    if rollout_ids is None:
+        return []
+    runs = [(number, len(list(rows))) for number, rows in groupby(_plain(rollout_ids))]
+    repeated = [number for number, count in Counter(number for number, _ in runs).items() if count > 1]
+    if repeated or len(runs) != num_rollouts:
+        found = f"{repeated[0]!r} in rows that are apart" if repeated else f"{len(runs)} different numbers"
+        raise BackendError(
+            f"rollout_func {name!r}: 'rollout_ids' holds {found}; allowed: one number for each of the "
+            f"{num_rollouts} prompts, in their order, repeated in all rows of the rollout, which are adjacent"
+        )
+    return list(accumulate(count for _, count in runs))
 
 
 def _plain(values: Any) -> list[Any]:
@@ -85,7 +117,7 @@ def _plain(values: Any) -> list[Any]:
 
 
 def _checked(name: str, row: int, fields: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the fields of a row if they are valid; token ids become ints."""
+    """Return the fields of a row if they are valid: log-probs as floats, NaN for None, and masks as ints."""
 
     def refuse(key: str, found: str, allowed: str) -> None:
         raise BackendError(f"rollout_func {name!r}, completion {row}: {key!r} {found}; allowed: {allowed}")
@@ -108,4 +140,8 @@ def _checked(name: str, row: int, fields: dict[str, Any], vocab_size: int) -> di
     for value in fields.get("env_mask", ()):
         if value not in (0, 1):
             refuse("env_mask", f"holds {value!r}", "1 for tokens of the policy, 0 for others")
+    if "logprobs" in fields:
+        fields["logprobs"] = [torch.nan if value is None else float(value) for value in fields["logprobs"]]
+    if "env_mask" in fields:
+        fields["env_mask"] = [int(value) for value in fields["env_mask"]]
     return fields

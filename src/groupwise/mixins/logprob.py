@@ -23,7 +23,7 @@ from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import evaluation_mode
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
-from groupwise.policy.logprobs import LogprobComputer
+from groupwise.policy.logprobs import LogprobComputer, model_rows
 from groupwise.policy.reference import Reference
 from groupwise.records import (
     Experience,
@@ -89,6 +89,7 @@ class LogprobMixin:
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
         weight_digests = tuple(completion.weight_digest for completion in completions)
+        contexts = tuple(completion.contexts or None for completion in completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
@@ -107,12 +108,16 @@ class LogprobMixin:
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
             weight_digests=weight_digests if any(weight_digests) else None,
+            contexts=contexts if any(contexts) else None,
         )
 
     def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:
         """Compare the sampler's log-probs with the trainer's on a few rows; ``sampling/logprob_mismatch``."""
         step = self.state.global_step
         sampled_now = [completion.sampled_at(step) for completion in rollouts.completions]
+        if tokens.contexts is not None:
+            parts = model_rows(tokens)
+            tokens, sampled_now = parts.rows, [sampled_now[rollout] for rollout in parts.rollout_R]
         # -log(top_p) nats; infinite where truncation has no bound: then only negative differences count.
         unknown = self.objective_settings.truncation_unknown
         bound = truncated_logprob_bound(self.args) if unknown else 0.0
@@ -192,8 +197,8 @@ class LogprobMixin:
         with evaluation_mode(model):
             logps_BT = self._logps_of_rows(model, tokens, None)
         rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()  # B lists of T values
-        lengths = [len(completion.token_ids) for completion in rollouts.completions]
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        spans = [completion.last_row or (0, len(completion.token_ids)) for completion in rollouts.completions]
+        return [row[start:end] for row, (start, end) in zip(rows, spans, strict=True)]
 
     def _logps_of_rows(
         self, model: nn.Module, tokens: TokenBatch, only: Sequence[int] | None, fill: float = 0.0

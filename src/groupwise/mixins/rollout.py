@@ -132,7 +132,7 @@ class RolloutMixin:
         self, prompts: list[Prompt], prompt_ids: list[list[int]], completions: list[Completion]
     ) -> list[Prompt]:
         """Decode completions; a tokenizer with a response template splits thoughts from content in chats."""
-        token_ids = [completion.token_ids for completion in completions]
+        token_ids = [completion.reward_ids for completion in completions]
         # Text for a text prompt, [{"role": "assistant", "content": text}] for a chat.
         decoded = self.processing_class.batch_decode(token_ids, skip_special_tokens=True)
         template_kwargs: Any = self.args.chat_template_kwargs
@@ -205,14 +205,15 @@ class RolloutMixin:
 
         prompts = [insert_images(row) for row in request.rows]
         vocab_size = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 2**31)
-        prompt_ids, completions, extra = call_rollout_function(
+        prompt_ids, completions, extra, metrics = call_rollout_function(
             function, prompts, self, self.backend.end_tokens, vocab_size
         )
         images = None
         if is_processor(self.processing_class):  # the function returns token ids alone
             own_ids, images = self.tokenize(request.rows)
             check_prompt_ids(prompt_ids, own_ids, images)
-        return self.make_rollouts(request, prompt_ids, completions, images=images, extra=extra)
+        rollouts = self.make_rollouts(request, prompt_ids, completions, images=images, extra=extra)
+        return replace(rollouts, metrics=metrics)
 
     def _partial_rollouts(self, request: RolloutRequest, prompt_ids: list[list[int]]) -> OnFinished | None:
         """Adapt ``on_partial_rollout`` to the backend's callback, which passes positions and completions."""

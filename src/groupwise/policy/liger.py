@@ -77,8 +77,13 @@ class LigerLoss:
         """Compute the loss of ``batch``, and the balancing loss of a mixture of experts, if there is one.
 
         Raises:
-            ConfigError: the advantages differ within a sequence.
+            ConfigError: the advantages differ within a sequence, or its tokens follow several contexts.
         """
+        if batch.contexts is not None:
+            raise ConfigError(
+                "use_liger_kernel=True takes one sequence per rollout, but a rollout has rows that do not "
+                "continue each other (rollout_ids, or a rewritten history); set use_liger_kernel=False"
+            )
         if batch.advantages_BX.shape[1] > 1:
             raise ConfigError(
                 "use_liger_kernel=True takes one advantage per sequence, but a reward function returned step "

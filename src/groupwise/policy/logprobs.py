@@ -94,6 +94,14 @@ def _forked_layout() -> ModuleType:
     return forked
 
 
+def model_rows(batch: TokenBatch) -> Any:
+    """Return the rows that the model computes for rollouts of several rows."""
+    from groupwise.policy.layouts.contexts import ModelRows, split_contexts
+
+    packed = batch.packed if isinstance(batch, MicroBatch) else None
+    return packed if isinstance(packed, ModelRows) else split_contexts(batch)
+
+
 class LogprobComputer:
     """Compute log-probs of completions in the layout of the run.
 
@@ -133,6 +141,8 @@ class LogprobComputer:
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
+        if batch.contexts is not None:
+            return replace(batch, packed=model_rows(batch))
         return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
 
     def _pack(self, batch: TokenBatch) -> Any:
@@ -177,6 +187,12 @@ class LogprobComputer:
         Raises:
             ConfigError: an explicit layout fails its check.
         """
+        if batch.contexts is not None:  # rollouts of several rows
+            parts = model_rows(batch)
+            joined: LogprobOutput = parts.join(
+                self(model, parts.rows, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
+            )
+            return joined
         can_pack = self._supports(model)
         if can_pack and not self.checked:
             self._check(model, batch)

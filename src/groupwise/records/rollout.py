@@ -46,6 +46,9 @@ class Completion:
     sampling_mask: tokens that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
     dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
         group consists of the others.
+    contexts: of a rollout that called the policy on several histories (``rollout_ids``): pairs of an index
+        and token ids. The tokens from that index on, up to the next one, follow these ids and not the prompt.
+    last_row: start and end in ``token_ids`` of what the last call sampled; None: all tokens.
     """
 
     token_ids: list[int]
@@ -57,6 +60,18 @@ class Completion:
     weight_digest: str | None = None
     sampling_mask: SamplingMask | None = None
     dropped: bool = False
+    contexts: tuple[tuple[int, list[int]], ...] = ()
+    last_row: tuple[int, int] | None = None
+
+    @property
+    def reward_ids(self) -> list[int]:
+        """Token ids that reward functions receive as ``completion_ids``: those of the last call."""
+        return self.token_ids if self.last_row is None else self.token_ids[slice(*self.last_row)]
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Number of tokens of the histories beside the prompt."""
+        return sum(len(ids) for _, ids in self.contexts)
 
     def sampled_at(self, step: int) -> bool:
         """Return True if the weights of optimizer step ``step`` sampled every token."""

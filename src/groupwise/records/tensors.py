@@ -73,6 +73,8 @@ class TokenBatch:
     sampling_mask: tokens that truncated sampling kept, per row one entry for each completion token, in host
         memory (``SamplingMask`` has the cost); a row of None, and None for all rows: the whole vocabulary.
     weight_digests: per row, digests of the weights that sampled it (``Completion.weight_digest``).
+    contexts: per row, where its tokens follow other ids than the prompt (``Completion.contexts``); None: no
+        row has such tokens.
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -87,6 +89,9 @@ class TokenBatch:
     images: tuple[ImageInputs, ...] | None = field(default=None, metadata=_LIST)
     sampling_mask: tuple[SamplingMask | None, ...] | None = field(default=None, metadata=_LIST)
     weight_digests: tuple[str | None, ...] | None = field(default=None, metadata=_LIST)
+    contexts: tuple[tuple[tuple[int, list[int]], ...] | None, ...] | None = field(
+        default=None, metadata=_LIST
+    )
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
@@ -106,7 +111,11 @@ class TokenBatch:
 
     def num_tokens(self) -> int:
         """Return the number of input tokens of the padded layout, padding included."""
-        return self.prompt_ids_BL.numel() + self.completion_ids_BT.numel()
+        return self.prompt_ids_BL.numel() + self.completion_ids_BT.numel() + sum(self.context_tokens())
+
+    def context_tokens(self) -> list[int]:
+        """Return per row the number of tokens of ``contexts``; [] if no row has any."""
+        return [sum(len(ids) for _, ids in row or ()) for row in self.contexts or ()]
 
     def to(self, device: torch.device | str) -> Self:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}

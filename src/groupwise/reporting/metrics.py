@@ -40,6 +40,7 @@ _TRAINER_METRICS = re.compile(
     r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)"
     r"|sampling/(logprob_mismatch|(sampling_logp_difference|truncated_mass|importance_sampling_ratio)/.+)"
     r"|tools/(call|failure|fork)_frequency|rollouts/(retry_frequency|dropped_share|dropped_groups)"
+    r"|rollouts/(rows|computed_share)"
     r"|dynamic_sampling/(rounds|unfilled_share|carried|discarded_share)"
     r"|skipped_share|padding_share|layout_fell_back|staleness(/max)?"
 )
@@ -173,6 +174,7 @@ def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metric
     completions = [rollouts.completions[row] for row in kept]
     lengths = [len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions]
     num_prompt_tokens = sum(len(rollouts.prompt_ids[row]) for row in kept)
+    num_prompt_tokens += sum(completion.num_context_tokens for completion in completions)
     num_clipped = sum(completion.truncated for completion in completions)
     metrics: Metrics = {
         "num_tokens": Sum(float(sum(lengths) + num_prompt_tokens)),

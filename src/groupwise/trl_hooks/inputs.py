@@ -48,6 +48,12 @@ def make_inputs(
         correction_BX: sampler correction, (B, T) or (B, 1); None: the loss has none.
         with_tool_mask: some completions contain tokens of tools or environments.
     """
+    if experience.contexts is not None:
+        raise ConfigError(
+            "TRL's inputs have one prompt and one completion per rollout, but a rollout has rows that do not "
+            "continue each other (rollout_ids); train with groupwise.GRPOTrainer in place of "
+            "groupwise.trl_hooks"
+        )
     mask_BT, loss_mask_BT = experience.completion_mask_BT, experience.loss_mask_BT
     # Rows without a loss token: masked truncated completions, and padding of an evaluation batch.
     dropped_B1 = loss_mask_BT.sum(-1, keepdim=True) == 0

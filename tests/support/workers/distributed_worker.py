@@ -84,6 +84,16 @@ UPDATES: dict[str, dict[str, Any]] = {
     "term of every row": {"kind": TermOfEveryRow, "mask_truncated_completions": True},
     "term of trained rows": {"kind": TermOfTrainedRows, "sparse": True, "mask_truncated_completions": True},
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
+    # Rollouts of 1 to 3 rows that do not continue each other; a rank has more rows than the other.
+    "several rows": {"several": True, "accumulate": 2, "loss_type": "grpo"},
+    "several rows, padded": {"several": True, "sequence_layout": "padded", "beta": 0.5, "kl_in_reward": True},
+    "several rows, dynamic sampling": {
+        "several": True,
+        "planted": True,
+        "dynamic_sampling": True,
+        "sampler": True,
+        "importance_sampling_level": "sequence",
+    },
 }
 
 
@@ -190,8 +200,12 @@ def make_trainer(
     )
 
 
-def fixed_rollouts(sampler: bool) -> Any:
-    """Completions that depend only on the generation and on the row's place in the global batch."""
+def fixed_rollouts(sampler: bool, several: bool = False) -> Any:
+    """Completions that depend only on the generation and on the row's place in the global batch.
+
+    Args:
+        several: every third rollout has a row more, after a prompt of its own, and every third two.
+    """
     calls = 0
 
     def rollout(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -209,8 +223,17 @@ def fixed_rollouts(sampler: bool) -> Any:
             completions.append(tokens)
             # About what a random model gives each token, log(1/40), and a little off.
             logps.append([-math.log(40) + draw.uniform(-0.3, 0.3) for _ in tokens])
-        output = {"prompt_ids": prompt_ids, "completion_ids": completions}
-        return {**output, "logprobs": logps} if sampler else output
+        output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
+        if several:
+            numbers = [row for row in range(first, first + len(texts)) for _ in range(1 + row % 3)]
+            source = [number - first for number in numbers]
+            output = {key: [values[row] for row in source] for key, values in output.items()}
+            begins = [i == 0 or numbers[i - 1] != number for i, number in enumerate(numbers)]
+            contexts = [
+                ids if begins[i] else [4 + i % 3, *ids[1:]] for i, ids in enumerate(output["prompt_ids"])
+            ]
+            output = {**output, "prompt_ids": contexts, "rollout_ids": numbers}
+        return output if sampler else {key: values for key, values in output.items() if key != "logprobs"}
 
     return rollout
 
@@ -233,11 +256,11 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     is_process = case.pop("process", False)
     if is_process:
         rewards = [ProcessRewardModel(step_classifier(vocab_size=len(LETTERS) + 3), step_separator="e")]
-    sampler = case.pop("sampler", False)
+    sampler, several = case.pop("sampler", False), case.pop("several", False)
     rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
     trainer = make_trainer(
         output_dir,
-        rollout_func=fixed_rollouts(sampler),
+        rollout_func=fixed_rollouts(sampler, several),
         rollout_func_importance_sampling_correction=sampler,
         reward_funcs=rewards,
         reward_processing_classes=tokenizer() if is_process else None,

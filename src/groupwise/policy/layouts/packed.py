@@ -238,6 +238,8 @@ def shape_of(batch: TokenBatch) -> Shape:
     # (3, B): one transfer to the host, not three.
     columns = torch.stack([mask.sum(-1), batch.completion_mask_BT.sum(-1), repeats.long()])
     prompts, completions, flags = columns.tolist()
+    if batch.contexts is not None:  # of a rollout of several rows: tokens of no other rollout
+        completions = [sum(counts) for counts in zip(completions, batch.context_tokens(), strict=True)]
     return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 

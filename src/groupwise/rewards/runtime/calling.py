@@ -75,7 +75,7 @@ def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
         **{key: [copied(value) for value in values] for key, values in rollouts.extra.items()},
         "prompts": copied(rollouts.prompts),
         "completions": copied(rollouts.texts),
-        "completion_ids": [list(completion.token_ids) for completion in rollouts.completions],
+        "completion_ids": [list(completion.reward_ids) for completion in rollouts.completions],
     }
 
 
@@ -248,7 +248,8 @@ def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) 
     if _is_reward(value):
         return float(value)  # type: ignore[arg-type]
     if isinstance(value, (list, tuple)) and all(_is_step(step, row, rollouts) for step in value):
-        return [(int(end), float(reward)) for end, reward in value]
+        first, _ = rollouts.completions[row].last_row or (0, 0)  # the function saw the tokens from here on
+        return [(first + int(end), float(reward)) for end, reward in value]
     shown = "an integer of many digits" if isinstance(value, int) else f"{value!r:.80}"
     raise RewardError(
         f"reward function {name!r} returned {shown} ({type(value).__name__}) for row {row}; allowed: a "
@@ -290,5 +291,5 @@ def _is_step(step: object, row: int, rollouts: RolloutBatch) -> bool:
     if not isinstance(step, (list, tuple)) or len(step) != 2:
         return False
     end, reward = step
-    in_range = isinstance(end, int) and 0 <= end < len(rollouts.completions[row].token_ids)
+    in_range = isinstance(end, int) and 0 <= end < len(rollouts.completions[row].reward_ids)
     return in_range and _is_reward(reward)

@@ -1,0 +1,260 @@
+"""Rollouts of several rows: the update of one row, forks as each row alone, counts of rollouts."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import policy, prompts, tokenizer, trainer
+
+from groupwise import GRPOCallback
+from groupwise.errors import ConfigError
+
+END = 1
+#: Every built-in objective, ratio level, normalizer, mask and term that counts sequences or tokens.
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        n: {"loss_type": n}
+        for n in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
+    },
+    "prompt mean": {"loss_type": "scalerl"},
+    "sequence ratio": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "reference": {"beta": 0.3},
+    "kl in reward": {"beta": 0.3, "kl_in_reward": True},
+    "sampler": {
+        "rollout_func_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_truncate",
+    },
+    "off-policy mask": {"off_policy_mask_threshold": 0.02},
+    "entropy": {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    "truncated masked": {"mask_truncated_completions": True},
+    "steps": {"advantage_baseline": "per_token"},
+}
+
+
+def turns(number: int) -> list[tuple[list[int], list[int]]]:
+    """Five turns of a rollout: sampled tokens and, after each, the result of a tool."""
+    draw = random.Random(number)
+    return [
+        (
+            [draw.randrange(4, 32) for _ in range(draw.randint(1, 3))],
+            [draw.randrange(4, 32) for _ in range(2)],
+        )
+        for _ in range(5)
+    ]
+
+
+def rollouts_in(pieces: int, *, forks: bool = False, sampler: bool = True) -> Any:
+    """A ``rollout_func`` that returns five turns as 1, 2 or 5 rows, perhaps with a sub-agent and a retry."""
+    calls = 0
+
+    def rollout(texts: list[str], run: Any) -> dict[str, list[Any]]:
+        nonlocal calls
+        calls += 1
+        output: dict[str, list[Any]] = {
+            key: [] for key in ("prompt_ids", "completion_ids", "env_mask", "rollout_ids")
+        }
+        output["logprobs"], scores = [], []
+        for i, text in enumerate(texts):
+            history = run.processing_class(text)["input_ids"]
+            said = turns(100 * calls + i)
+            rows: list[tuple[list[int], list[int], list[int]]] = []
+            starts = {1: [0], 2: [0, 3], 5: [0, 1, 2, 3, 4]}[pieces]
+            for start, stop in zip(starts, [*starts[1:], 5], strict=True):
+                ids = [token for sampled, result in said[start:stop] for token in (*sampled, *result)]
+                mask = [
+                    flag
+                    for sampled, result in said[start:stop]
+                    for flag in [1] * len(sampled) + [0] * len(result)
+                ]
+                ids, mask = ids[: -len(said[stop - 1][1])], mask[: -len(said[stop - 1][1])]
+                rows.append((list(history), ids, mask))
+                history = [*history, *ids, *said[stop - 1][1]]
+            if forks:
+                rows.insert(1, ([30 - i % 2, 9], [7, 8 + i, END], [1, 1, 1]))  # a sub-agent
+                rows.insert(2, (rows[0][0], [*rows[0][1][:1], 6, END], [1, 1, 1]))  # another answer
+            rows = rows[: 1 + i % len(rows)] if forks else rows  # unequal numbers, one of them 1
+            for prompt, ids, mask in rows:
+                output["prompt_ids"].append(prompt)
+                output["completion_ids"].append(ids)
+                output["env_mask"].append(mask)
+                output["logprobs"].append([-3.4 - 0.02 * (token % 3) for token in ids])
+                output["rollout_ids"].append(i)
+            scores.append(float(i * 7 % 5))
+        if not sampler:
+            del output["logprobs"]
+        return {**output, "score": scores}
+
+    return rollout
+
+
+def score_reward(score: list[float], rollout_rows: list[Any], **_: Any) -> list[float]:
+    return score
+
+
+def last_step_reward(
+    completion_ids: list[list[int]], score: list[float], **_: Any
+) -> list[list[tuple[int, float]]]:
+    """A step reward at the last token that the function sees."""
+    return [[(len(ids) - 1, value)] for ids, value in zip(completion_ids, score, strict=True)]
+
+
+def parameters(
+    directory: Path, rollout: Any, reward: Any = score_reward, **given: Any
+) -> dict[str, torch.Tensor]:
+    run = trainer(
+        directory, reward, rollout_func=rollout, num_iterations=2, optim="sgd", learning_rate=0.5, **given
+    )
+    run.train()
+    return {name: weight.detach().clone() for name, weight in run.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_continue_each_other_make_the_update_of_one_row(tmp_path: Path, case: str) -> None:
+    reward = last_step_reward if case == "steps" else score_reward
+    one, *others = (parameters(tmp_path, rollouts_in(n), reward, **CASES[case]) for n in (1, 2, 5))
+    start = policy().state_dict()
+    assert case == "truncated masked" or any(not torch.equal(one[name], start[name]) for name in one)
+    for other in others:
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class EachRowAlone(GRPOCallback):
+    """Compare the log-probs that the loss gets with each row alone in the model's own forward."""
+
+    def __init__(self) -> None:
+        self.compared, self.with_contexts = 0, 0
+
+    def on_train_begin(self, args, state, control, model=None, **_) -> None:
+        self.model = model
+
+    def on_loss(self, args, state, control, *, batch, logps_BT, loss, **_) -> None:
+        for row in range(len(batch)):
+            prompt = batch.prompt_ids_BL[row][batch.prompt_mask_BL[row].bool()].tolist()
+            ids = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()].tolist()
+            contexts = (batch.contexts or [None] * len(batch))[row] or ()
+            self.with_contexts += len(contexts)
+            bounds = [(0, prompt), *contexts, (len(ids), [])]
+            for (begin, context), (end, _) in pairwise(bounds):
+                alone = row_logps(self.model, context, ids[begin:end])
+                torch.testing.assert_close(logps_BT[row, begin:end], alone, atol=2e-6, rtol=0)
+                self.compared += end - begin
+
+
+def row_logps(model: Any, context: list[int], ids: list[int]) -> torch.Tensor:
+    logits = model(torch.tensor([[*context, *ids]])).logits[0].log_softmax(-1)
+    return torch.stack([logits[len(context) - 1 + t, token] for t, token in enumerate(ids)])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix", "forked"])
+def test_forks_have_the_log_probs_of_each_row_alone(tmp_path: Path, layout: str) -> None:
+    check = EachRowAlone()
+    parameters(
+        tmp_path, rollouts_in(5, forks=True), sequence_layout=layout, callbacks=[check],
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, loss_type="grpo",
+    )  # fmt: skip
+    assert check.compared > 40 and check.with_contexts > 5
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_gradient_of_forks_is_the_rule_of_the_documentation(
+    tmp_path: Path, loss_type: str, level: str
+) -> None:
+    """On-policy: the sum over trained tokens of w_i · A_i · ∇ℓ; |o_i| counts those of the rollout."""
+    rollout = rollouts_in(5, forks=True, sampler=False)
+    seen: dict[str, list[Any]] = {}
+
+    def reward(score, rollout_rows, **_):
+        seen.update(rows=rollout_rows, score=score)
+        return score
+
+    run = trainer(
+        tmp_path, reward, rollout_func=rollout, max_steps=1, optim="sgd", learning_rate=1.0,
+        max_grad_norm=0.0, loss_type=loss_type, importance_sampling_level=level, scale_rewards="none",
+        lr_scheduler_type="constant", max_completion_length=40,
+    )  # fmt: skip
+    model = policy().double()
+    run.train()
+    total = torch.zeros((), dtype=torch.float64)
+    counts = []
+    for rows, score in zip(seen["rows"], seen["score"], strict=True):
+        # Trained tokens of the rollout by their whole prefix, found without the joined form.
+        trained: dict[tuple[int, ...], torch.Tensor] = {}
+        for prompt, ids in rows:
+            logps = row_logps(model, prompt, ids)
+            for t in range(len(ids)):
+                trained.setdefault((*prompt, *ids[: t + 1]), logps[t])
+        counts.append((score - sum(seen["score"]) / 4, trained))
+    tokens = sum(len(trained) for _, trained in counts)
+    for advantage, trained in counts:
+        weight = {"grpo": 1 / (4 * len(trained)), "dapo": 1 / tokens, "dr_grpo": 1 / 160, "luspo": 1 / 4}[
+            loss_type
+        ]
+        total = total - weight * advantage * torch.stack(list(trained.values())).sum()
+    total.backward()
+    start = policy().state_dict()
+    for name, weight in model.named_parameters():
+        update = start[name].double() - run.model.state_dict()[name].double()
+        torch.testing.assert_close(update, weight.grad, atol=2e-6, rtol=0)
+
+
+def test_rewards_tables_and_metrics_count_rollouts(tmp_path: Path) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def reward(prompts, completions, completion_ids, rollout_rows, score, **_):
+        calls.append({"texts": completions, "ids": completion_ids, "rows": rollout_rows})
+        return score
+
+    run = trainer(
+        tmp_path, reward, rollout_func=rollouts_in(5, forks=True), log_completions=True, max_steps=1,
+        eval_dataset=prompts(3), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    run.train()
+    first = calls[0]
+    assert [len(column) for column in first.values()] == [4, 4, 4]  # a call per batch, an entry per rollout
+    assert [rows[-1][1] for rows in first["rows"]] == first["ids"]
+    assert first["texts"][0] == tokenizer().decode(first["ids"][0], skip_special_tokens=True)
+    log = run.state.log_history[0]
+    assert log["rollouts/rows"] == sum(len(rows) for rows in first["rows"]) / 4
+    trained = [
+        len({(*p, *ids[: t + 1]) for p, ids in rows for t in range(len(ids))}) for rows in first["rows"]
+    ]
+    assert log["completions/max_length"] <= max(trained) and log["rollouts/computed_share"] < 1
+    assert "eval_rollouts/rows" in run.state.log_history[1]
+
+
+def test_a_resumed_run_continues_inside_a_generation(tmp_path: Path) -> None:
+    given = {
+        "num_iterations": 2,
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "dynamic_sampling": True,
+    }
+    whole = trainer(tmp_path / "a", score_reward, rollout_func=rollouts_in(5, forks=True), **given)
+    whole.train()
+    again = trainer(tmp_path / "a", score_reward, rollout_func=rollouts_in(5, forks=True), **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    # The second step trains on the generation of the checkpoint; the third samples anew.
+    logs = [run.state.log_history[1] for run in (whole, again)]
+    assert logs[0]["loss"] == logs[1]["loss"] and logs[0]["grad_norm"] == logs[1]["grad_norm"] != 0
+
+
+@pytest.mark.parametrize("kind", ["liger", "hooks"])
+def test_what_cannot_train_forks_refuses_them_by_name(tmp_path: Path, kind: str) -> None:
+    given: dict[str, Any] = {}
+    if kind == "liger":
+        pytest.importorskip("liger_kernel")
+        given = {"use_liger_kernel": True}
+    else:
+        from groupwise.trl_hooks import GRPOTrainer
+
+        given = {"kind": GRPOTrainer}
+    run = trainer(tmp_path, score_reward, rollout_func=rollouts_in(5, forks=True), **given)
+    with pytest.raises(ConfigError, match="rows that do not continue each other"):
+        run.train()
