@@ -20,10 +20,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "groupwise"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 #: Lines of all of ``src``, blank lines and docstrings included.
-LINES = 39_593
+LINES = 39960
 
 #: Files and lines of the algorithm, as ``docs/reading.md`` lists them.
-READING_FILES, READING_LINES = 44, 8_290
+READING_FILES, READING_LINES = 44, 8_334
 
 #: Files of the package that importing the trainer loads, and those in which a plain step calls a function.
 LOADED_FILES, STEP_FILES = 120, 68
