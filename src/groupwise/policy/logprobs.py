@@ -142,24 +142,31 @@ class LogprobComputer:
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
         if batch.contexts is not None:
-            return replace(batch, packed=model_rows(batch))
+            parts = model_rows(batch)
+            packed = None if self.layout == "padded" else self._pack(parts.rows, parts)
+            return replace(batch, packed=replace(parts, packed=packed))
         return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
 
-    def _pack(self, batch: TokenBatch) -> Any:
-        packed = batch.packed if isinstance(batch, MicroBatch) else None
+    def _pack(self, batch: TokenBatch, parts: Any = None) -> Any:
+        """Return the rows of ``batch`` in the layout; ``parts``, if given, are those of rollouts."""
+        packed = getattr(batch if parts is None else parts, "packed", None)
         if isinstance(packed, PackedSequences) and not self.varlen:  # packed before the check failed
             packed = replace(packed, attention=replace(packed.attention, varlen=None))
         if packed is not None:
             return packed
         if self.layout == "forked":
             return _forked_layout().fork_sequences(batch)
+        if parts is not None and self.layout == "shared_prefix":
+            return parts.pack_tree(varlen=self.varlen)
         return pack_sequences(batch, shared=self.layout == "shared_prefix", varlen=self.varlen)
 
-    def _compute(self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool) -> LogprobOutput:
+    def _compute(
+        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, parts: Any = None
+    ) -> LogprobOutput:
         """Compute log-probs in a layout other than "padded"."""
         in_passes = self.layout == "forked"
         compute = _forked_layout().compute_forked_logprobs if in_passes else compute_packed_logprobs
-        return compute(model, batch, self._pack(batch), self.head, with_entropy=with_entropy)
+        return compute(model, batch, self._pack(batch, parts), self.head, with_entropy=with_entropy)
 
     def _supports(self, model: nn.Module) -> bool:
         """Return True if ``model`` takes the layout of the run; installs the attention hook if it is needed.
@@ -187,22 +194,20 @@ class LogprobComputer:
         Raises:
             ConfigError: an explicit layout fails its check.
         """
-        if batch.contexts is not None:  # rollouts of several rows
-            parts = model_rows(batch)
-            joined: LogprobOutput = parts.join(
-                self(model, parts.rows, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
-            )
-            return joined
+        parts = None if batch.contexts is None else model_rows(batch)  # of rollouts of several rows
+        batch = batch if parts is None else parts.rows
         can_pack = self._supports(model)
         if can_pack and not self.checked:
             self._check(model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
             self.checked = True
         if self.layout == "padded" or not can_pack:
-            return compute_padded_logprobs(
+            output = compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
             )
-        return self._compute(model, batch, with_entropy=with_entropy)
+        else:
+            output = self._compute(model, batch, with_entropy=with_entropy, parts=parts)
+        return output if parts is None else parts.join(output)
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""

@@ -13,11 +13,13 @@ Axes: B rollouts, T tokens of a rollout, R rows of the model, T' tokens of the l
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.policy.layouts.packed import Branch, PackedSequences, packed_on_device
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
 
@@ -29,14 +31,20 @@ class ModelRows:
     rows: R rows without contexts; the first B are those after the prompts.
     index_BT: position of each token of the rollouts in the flattened completions of ``rows``; 0 on padding.
     rollout_R: rollout of each row.
+    packed: the rows in the layout of the run, if it was prepared.
     """
 
     rows: TokenBatch
     index_BT: torch.Tensor
     rollout_R: list[int]
+    packed: Any = None
 
     def num_tokens(self) -> int:
-        return self.rows.num_tokens()
+        return self.rows.num_tokens() if self.packed is None else self.packed.num_tokens()
+
+    def pack_tree(self, *, varlen: bool) -> PackedSequences:
+        """Pack the rows with every common beginning once."""
+        return pack_tree(self.rows, varlen=varlen)
 
     def join(self, output: LogprobOutput) -> LogprobOutput:
         """Return log-probs and entropies of the rows (R, T') as those of the rollouts (B, T)."""
@@ -94,6 +102,58 @@ def split_contexts(batch: TokenBatch) -> ModelRows:
         and tuple(_positions(masks[rollout], start, end) for rollout, _, start, end in parts),
     )
     return ModelRows(rows, index.to(device).view(size, width), rollout_R)
+
+
+def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
+    """Pack rows with every common beginning once, where the layout `shared_prefix` has common prompts once.
+
+    Rows ``P a r b``, ``P a s c`` and ``P d`` of 2, 1, 1, 1, … tokens::
+
+        token       P P a r b s c d
+        position    0 1 2 3 4 3 4 2        r and s both follow a, and d follows P
+        attention   P P | a | r b | s c | d, each with the tokens of its row before it
+
+    Waits for the device, to read the tokens.
+    """
+    ids, mask = batch.sequences()
+    rows = [
+        [token for token, real in zip(*row, strict=True) if real]
+        for row in zip(ids.tolist(), mask.tolist(), strict=True)
+    ]
+    prompts, completions = batch.prompt_mask_BL.sum(-1).tolist(), batch.completion_mask_BT.sum(-1).tolist()
+    width, max_prompt, max_completion = (
+        ids.shape[1],
+        batch.prompt_ids_BL.shape[1],
+        batch.completion_ids_BT.shape[1],
+    )
+    source: list[int] = []
+    positions: list[int] = []
+    branches: list[Branch] = []
+    paths: dict[int, list[int]] = {}  # by row, the packed index of each of its tokens
+    # Rows that begin alike are neighbours in the order of their tokens; and their common beginning so far.
+    pending: list[tuple[list[int], list[int]]] = [(sorted(range(len(rows)), key=rows.__getitem__), [])]
+    while pending:
+        group, path = pending.pop()
+        first, last = rows[group[0]], rows[group[-1]]
+        limit = min(len(rows[row]) for row in group)
+        end = next((i for i in range(len(path), limit) if first[i] != last[i]), limit)
+        own = range(len(source), len(source) + end - len(path))
+        begin = group[0] * width + max_prompt - prompts[group[0]]  # of the row in the padded batch
+        source += range(begin + len(path), begin + end)
+        positions += range(len(path), end)
+        if own:
+            branches.append((path, own))
+        path = [*path, *own]
+        paths.update({row: path for row in group if len(rows[row]) == end})
+        longer = [row for row in group if len(rows[row]) > end]
+        pending += [([*rest], path) for _, rest in groupby(longer, key=lambda row: rows[row][end])]
+    logit_index: list[int] = []
+    output_index: list[int] = []
+    for row, length in enumerate(completions):
+        logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
+        output_index += range(row * max_completion, row * max_completion + length)
+    lists = (source, positions, logit_index, output_index, [0, len(source)])
+    return packed_on_device(batch, lists, branches, completions, varlen=varlen)
 
 
 def _prompts(

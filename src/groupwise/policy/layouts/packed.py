@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,9 @@ SHARES_PROMPTS = ("shared_prefix", "forked")
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 _NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
 
-#: A row of attention in the packed sequence: a shared prompt, or nothing, and the tokens that see it and, up
-#: to their own position, each other.
-Branch = tuple[range, range]
+#: A row of attention in the packed sequence: a shared beginning, or nothing, and the tokens that see it and,
+#: up to their own position, each other.
+Branch = tuple[Sequence[int], range]
 
 
 @dataclass(frozen=True)
@@ -280,12 +281,32 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
                     branches.append((prompt, completion))
         # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
-    ends = [0, *(rows.stop for rows in sequences)]
     branches += ((range(0), own) for own in sequences)
-    order, padded = _block_indices(branches, len(source))
+    ends = [0, *(rows.stop for rows in sequences)]
+    lists = (source, positions, logit_index, output_index, ends)
+    return packed_on_device(batch, lists, branches, shape.completions, varlen=varlen)
+
+
+def packed_on_device(
+    batch: TokenBatch,
+    lists: Sequence[list[int]],
+    branches: Sequence[Branch],
+    completions: list[int],
+    *,
+    varlen: bool,
+) -> PackedSequences:
+    """Copy a packing to the device of ``batch``, in one transfer.
+
+    Args:
+        lists: S indices into the flattened (B, L + T) of the tokens, S positions, N indices of logits, N
+            indices into (B, T) row after row, and the ends of the sequences.
+        branches: rows of attention; every token belongs to the second part of exactly one.
+        completions: tokens of each row's completion.
+        varlen: compute attention in half precision with a varlen kernel.
+    """
+    order, padded = _block_indices(branches, len(lists[0]))
     source_S, position_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
-        [*map(torch.LongTensor, (source, positions, logit_index, output_index, ends, order)), *padded],
-        batch.prompt_ids_BL.device,
+        [*map(torch.LongTensor, (*lists, order)), *padded], batch.prompt_ids_BL.device
     )
     # Positions of queries and keys are read on the device.
     blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
@@ -299,8 +320,8 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
         output_index_N=output_index_N,
         attention=PackedAttention(blocks, order_S, in_one_call),
         cu_seqlens=cu_seqlens.int(),
-        max_seqlen=max(map(len, sequences)),
-        kept=None if kept is None else join_sampling_masks(kept, shape.completions),
+        max_seqlen=max(end - start for start, end in pairwise(lists[-1])),
+        kept=None if kept is None else join_sampling_masks(kept, completions),
     )
 
 

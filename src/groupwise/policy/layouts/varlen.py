@@ -30,7 +30,7 @@ def reason_against_varlen(device: torch.device, dtype: torch.dtype) -> str:
     return "" if varlen_attention() is not None else "torch.nn.attention.varlen needs torch 2.13 or newer"
 
 
-def varlen_rows(rows: Sequence[tuple[range, range]], device: torch.device) -> AttentionFunction:
+def varlen_rows(rows: Sequence[tuple[Sequence[int], range]], device: torch.device) -> AttentionFunction:
     """Return the attention of rows, each a shared prompt and its own tokens; these are all tokens."""
     rows = sorted((row for row in rows if row[1]), key=lambda row: row[1].start)
     lengths = [[len(own) for _, own in rows], [len(prompt) + len(own) for prompt, own in rows]]
