@@ -59,7 +59,7 @@ class ModelRows:
 def split_contexts(batch: TokenBatch) -> ModelRows:
     """Return the rows that the model computes for ``batch``; waits once for the device, to read lengths."""
     size, width = batch.completion_ids_BT.shape  # B, T
-    lengths = batch.completion_mask_BT.sum(-1).tolist()
+    lengths = batch.completion_mask_BT.sum(-1).tolist()  # |tokens| of each rollout, tools included
     # (rollout, context or None for the prompt, first token, end) of each row; rows after the prompts first,
     # so that those of a group stay neighbours and share their prompt.
     first: list[tuple[int, list[int] | None, int, int]] = []
@@ -77,7 +77,7 @@ def split_contexts(batch: TokenBatch) -> ModelRows:
     source_RT = pad_sequences(source, 0, device=device)
     row_width = source_RT.shape[1]  # T'
     real_RT = length_mask([len(tokens) for tokens in source], row_width, device=device)
-    index = torch.zeros(size * width, dtype=torch.long)
+    index = torch.zeros(size * width, dtype=torch.long)  # (B · T,), on the host: one transfer
     for row, tokens in enumerate(source):
         index[tokens.start : tokens.stop] = torch.arange(len(tokens)) + row * row_width
     prompts_RL, prompt_mask_RL = _prompts(batch, [ids for _, ids, *_ in later], device)
@@ -137,19 +137,20 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
         first, last = rows[group[0]], rows[group[-1]]
         limit = min(len(rows[row]) for row in group)
         end = next((i for i in range(len(path), limit) if first[i] != last[i]), limit)
-        own = range(len(source), len(source) + end - len(path))
+        own = range(len(source), len(source) + end - len(path))  # what follows the known beginning
         begin = group[0] * width + max_prompt - prompts[group[0]]  # of the row in the padded batch
         source += range(begin + len(path), begin + end)
         positions += range(len(path), end)
-        if own:
+        if own:  # queries of their own, keys of all tokens before them on the path
             branches.append((path, own))
         path = [*path, *own]
         paths.update({row: path for row in group if len(rows[row]) == end})
+        # Rows that end here are complete; the others go on, one branch for each next token.
         longer = [row for row in group if len(rows[row]) > end]
         pending += [([*rest], path) for _, rest in groupby(longer, key=lambda row: rows[row][end])]
     logit_index: list[int] = []
     output_index: list[int] = []
-    for row, length in enumerate(completions):
+    for row, length in enumerate(completions):  # a token is predicted at the one before it on its path
         logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
         output_index += range(row * max_completion, row * max_completion + length)
     lists = (source, positions, logit_index, output_index, [0, len(source)])
