@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import set_seed
 from torch.overrides import TorchFunctionMode
 
 from groupwise.records.serialization import NotSaved
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 #: Distance of the seed of the user's functions from the seed of the rank.
 _USER_SEED = 1_000_003
@@ -80,6 +84,15 @@ class RandomState:
             self.generator.set_state(snapshot["samples"])
         if snapshot["run"] is not None:  # of a mark, not of a checkpoint
             set_state(snapshot["run"].value)
+
+    def merge(self, snapshots: Sequence[dict[str, Any]], args: TrainingArguments) -> dict[str, Any]:
+        """Seed all streams of this rank from the one that user code on the first rank had reached."""
+        reached = torch.Generator()
+        reached.set_state(snapshots[0]["user_code"][0])
+        seed = int(torch.randint(2**31, (), generator=reached)) + args.process_index
+        set_seed(seed)
+        self.seed(seed)
+        return self.snapshot()
 
 
 class DrawnFrom(TorchFunctionMode):

@@ -38,7 +38,7 @@ from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import num_valid_rows
-from groupwise.data.exchange import all_to_all_objects
+from groupwise.data.exchange import all_to_all_objects, in_row_order
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
@@ -340,9 +340,9 @@ class GRPOTrainer(
         self.backend.release()  # memory of a colocated engine goes to training
         # Before training, which may fail: a saved generation can be replayed.
         self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
-        return self.make_experience(
-            rollouts, rewards, self.args.per_device_train_batch_size, on_policy=on_policy
-        )
+        size = self.args.per_device_train_batch_size
+        entries = self.make_experience(rollouts, rewards, size, on_policy=on_policy)
+        return in_row_order(entries, self.args) if self.args.splits_generation else entries
 
     def sample_batch(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
         """Sample one generation batch: B completions of this rank, rewards of all N."""
@@ -599,6 +599,7 @@ class GRPOTrainer(
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
+        states = checkpointing.load_states(directory, self.args, self._settings_before, self.accelerator)
         self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
         self.refresh_settings(new_run=True)
@@ -627,7 +628,7 @@ class GRPOTrainer(
         self.pending_rng_checkpoint = directory
         if directory is None:
             return
-        state = checkpointing.load_state(directory, self.args.process_index, self.args.world_size)
+        state = checkpointing.state_of_rank(states, self._components, self.args)
         saved = state["settings"]
         warn_of_changes_on_resume(saved, self.args, self.train_dataset, self.applied_on_resume)
         self.resumed_optimizer = state["optimizer"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.configs import messages
 
-from groupwise.config.changes import check_step, checked, take_snapshot
+from groupwise.config.changes import check_step, checked, fit_processes, take_snapshot
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
 
 
@@ -149,3 +150,48 @@ def test_what_trainer_reads_at_the_start_of_a_run_is_reported_during_it(build, c
     _, before = step(config, before)
     step(config, before)
     assert messages(caplog) == ["args.learning_rate=1e-05 has no effect on a run that has started"]
+
+
+def _fit(monkeypatch, now, *, each=2, saved=None, written_by=4):
+    """The configuration on ``now`` processes after a checkpoint with 8 of 24 completions a step."""
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: now))
+    config = GRPOConfig(
+        "out",
+        per_device_train_batch_size=each,
+        generation_batch_size=24 if 24 % (each * now) == 0 else None,
+        num_generations=2,
+        **{"use_cpu": True, "bf16": False, "report_to": "none"},
+    )
+    before = take_snapshot(config)
+    settings = {"generation_batch_size": 24, "steps_per_generation": 3, "gradient_accumulation_steps": 1}
+    state = {"world_size": written_by, "settings": {**settings, **(saved or {})}}
+    fit_processes(config, before, state, "checkpoint-3")
+    return config, before, state
+
+
+@pytest.mark.parametrize(
+    ("now", "each", "accumulation", "steps"), [(1, 2, 4, 12), (2, 2, 2, 6), (8, 1, 1, 3)]
+)
+def test_accumulation_follows_the_number_of_processes(monkeypatch, caplog, now, each, accumulation, steps):
+    config, before, state = _fit(monkeypatch, now, each=each)
+    for values in (vars(config), before, state["settings"]):
+        assert values["gradient_accumulation_steps"] == accumulation
+        assert (values["steps_per_generation"], values["generation_batch_size"]) == (steps, 24)
+    assert f"is of 4: gradient_accumulation_steps={accumulation} keeps the 8 compl" in caplog.text
+    assert check_step(config, before, new_run=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("now", "each", "ways"),
+    [
+        (3, 2, "start 1 or 2 or 4 processes"),
+        (4, 4, "start 1 or 2 processes, or set per_device_train_batch_size to a divisor of 2"),
+        (2, 3, "set per_device_train_batch_size to a divisor of 4"),
+    ],
+)
+def test_a_batch_that_the_processes_cannot_form_is_refused(monkeypatch, now, each, ways):
+    with pytest.raises(
+        ConfigError, match=f"{now} with per_device_train_batch_size={each} cannot form"
+    ) as error:
+        _fit(monkeypatch, now, each=each)
+    assert str(error.value).endswith(f"generated 24 at a time; {ways}")

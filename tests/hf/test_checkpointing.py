@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
@@ -28,7 +29,7 @@ from transformers import TrainerCallback
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.hf import run_directory
-from groupwise.hf.checkpointing import load_state, save_state
+from groupwise.hf.checkpointing import load_states, save_state
 from groupwise.hf.run_directory import RunDirectory, find_checkpoint
 
 
@@ -136,27 +137,35 @@ def test_find_checkpoint_refuses_a_missing_directory(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "checkpoint-7"), str(tmp_path))
 
 
+_PLAIN: Any = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU)
+
+
+def _of_rank(rank: int, world_size: int) -> Any:
+    return SimpleNamespace(process_index=rank, world_size=world_size)
+
+
 def test_state_comes_back(tmp_path: Path) -> None:
     state = {"numbers": torch.arange(3), "nested": {"coef": (0.5, None)}}
     for rank in (0, 1):
         save_state(str(tmp_path), rank, 2, {**state, "rank": rank})
     for rank in (0, 1):
-        back = load_state(str(tmp_path), rank, 2)
+        (back,) = load_states(str(tmp_path), _of_rank(rank, 2), {}, _PLAIN)
         assert back["numbers"].tolist() == [0, 1, 2]
         assert (back["nested"], back["rank"]) == ({"coef": (0.5, None)}, rank)
 
 
-@pytest.mark.parametrize(("rank", "now"), [(0, 1), (0, 3), (2, 3)])
-def test_state_of_another_number_of_processes_is_refused(tmp_path: Path, rank: int, now: int) -> None:
+def test_sharded_state_of_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     for written in (0, 1):
         save_state(str(tmp_path), written, 2, {})
-    with pytest.raises(ConfigError, match=f"written by 2 processes and cannot be resumed with {now}"):
-        load_state(str(tmp_path), rank, now)
+    with pytest.raises(
+        ConfigError, match="written by 2 processes and cannot be resumed with 3: model and opt"
+    ):
+        load_states(str(tmp_path), _of_rank(2, 3), {}, SimpleNamespace(distributed_type=DistributedType.FSDP))
 
 
 def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no groupwise_state_0\.pt.*save_only_model"):
-        load_state(str(tmp_path), 0, 1)
+        load_states(str(tmp_path), _of_rank(0, 1), {}, _PLAIN)
 
 
 class OfAnotherVersion:
@@ -166,7 +175,7 @@ class OfAnotherVersion:
 def test_records_of_another_version_are_refused(tmp_path):
     torch.save({"world_size": 1, "buffer": OfAnotherVersion()}, tmp_path / "groupwise_state_0.pt")
     with pytest.raises(ConfigError, match="resume with the version that wrote it"):
-        load_state(str(tmp_path), 0, 1)
+        load_states(str(tmp_path), _of_rank(0, 1), {}, _PLAIN)
 
 
 def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:

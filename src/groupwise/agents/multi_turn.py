@@ -195,6 +195,10 @@ class MultiTurnRollouts:
             self._close(rollouts)
         self.ahead = {step: (state, []) for step, state in snapshot.items()}
 
+    def merge(self, snapshots: Sequence[dict[int, Any]], config: GRPOConfig) -> dict[int, Any]:
+        """Return no random states: on another number of ranks batches ahead begin anew."""
+        return {}
+
     def _close(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             rollout.steps.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
@@ -116,12 +117,48 @@ _STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 def resume_settings(config: GRPOConfig, train_dataset: object) -> dict[str, Any]:
     """Return the settings that a checkpoint keeps to name changes on resume, and the number of rows."""
     names = [name for name, setting in config.SETTINGS.items() if setting.on_resume]
-    values = {name: getattr(config, name) for name in [*names, "entropy_coef"]}
+    values = {name: getattr(config, name) for name in [*names, "entropy_coef", "gradient_accumulation_steps"]}
     if config.max_steps > 0:
         values["num_train_epochs"] = None  # not read
     values["rows of train_dataset"] = len(train_dataset) if isinstance(train_dataset, Sized) else None
     plain = {name: getattr(value, "value", value) for name, value in values.items()}  # enums as their text
     return {name: int(value) if isinstance(value, DerivedInt) else value for name, value in plain.items()}
+
+
+def fit_processes(config: GRPOConfig, before: Snapshot, state: dict[str, Any], directory: str) -> None:
+    """Keep the global batch of a checkpoint of another number of processes: fewer ones accumulate more.
+
+    Args:
+        before: snapshot of ``config``; changed alike.
+        state: state of a rank in the checkpoint; its settings become the present ones.
+
+    Raises:
+        ConfigError: these processes cannot form the batch; the message names the numbers that can.
+    """
+    saved, written_by, now = state["settings"], state["world_size"], config.world_size
+    size, each = saved["generation_batch_size"], config.per_device_train_batch_size
+    of_step = size // saved["steps_per_generation"] * saved["gradient_accumulation_steps"]
+    unit = math.gcd(size, of_step)
+    if unit % (each * now):
+        numbers = [str(n) for n in range(1, unit // each + 1) if unit % (each * n) == 0]
+        batch = f"a divisor of {unit // now}" if unit % now == 0 else ""
+        ways = [f"start {' or '.join(numbers)} processes"] * bool(numbers)
+        ways += [f"set per_device_train_batch_size to {batch}"] * bool(batch)
+        raise ConfigError(
+            f"checkpoint {directory!r} was written by {written_by} processes, and {now} with "
+            f"per_device_train_batch_size={each} cannot form its {of_step} completions of an optimizer step, "
+            f"generated {size} at a time; {', or '.join(ways)}"
+        )
+    accumulation, steps = of_step // (each * now), DerivedInt(size // (each * now))
+    names = ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+    for values in (vars(config), before, saved):
+        values.update(zip(names, (accumulation, steps, size), strict=True))
+    check_changes(config, set(names) & config.SETTINGS.keys())
+    logger.warning(
+        "resumed on %d processes, the checkpoint is of %d: gradient_accumulation_steps=%d keeps the %d "
+        "completions of an optimizer step",
+        *(now, written_by, accumulation, of_step),
+    )
 
 
 def warn_of_changes_on_resume(

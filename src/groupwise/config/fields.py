@@ -487,6 +487,11 @@ class GRPOFields(TrainingArguments):
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
+    def splits_generation(self) -> bool:
+        """True if an optimizer step trains on a part of a generation: then all ranks agree on its rows."""
+        return self.gradient_accumulation_steps % self.steps_per_generation != 0  # type: ignore[operator]
+
+    @property
     def has_entropy_bonus(self) -> bool:
         """True if the loss has an entropy bonus, of a fixed or an adaptive coefficient."""
         return self.use_adaptive_entropy or self.entropy_coef != 0.0

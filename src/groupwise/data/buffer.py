@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from groupwise.data.exchange import merge_generations
 from groupwise.records import Experience, SamplerSettings
 
 
@@ -21,6 +22,8 @@ class ExperienceBuffer:
     cursor: entries taken so far.
     num_groups: prompts that were ever put in, so that group ids differ between generations.
     """
+
+    merge = staticmethod(merge_generations)
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device

@@ -1,14 +1,18 @@
-"""Objects from every rank to every rank, each sent only to its receiver."""
+"""Objects and rows of a generation from every rank to every rank, each sent only to its receiver."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.records import Experience
 from groupwise.records.serialization import host_copy, load
 
 T = TypeVar("T")
@@ -48,3 +52,54 @@ def _to_bytes(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(host_copy(value), stream)
     return stream.getvalue()
+
+
+def in_row_order(
+    entries: Sequence[Experience],
+    config: GRPOConfig,
+    all_to_all: Callable[[list[list[Experience]], Any], list[list[Experience]]] = all_to_all_objects,
+) -> list[Experience]:
+    """Exchange micro-batches so that each optimizer step trains on the next rows of the generation.
+
+    These are then the same on any number of ranks. Two ranks with 4 micro-batches each of rows 0 to 7::
+
+        rank 0    0 1 2 3    ->    0 2 4 6
+        rank 1    4 5 6 7    ->    1 3 5 7
+
+    Args:
+        entries: micro-batches of this rank, which has sampled adjacent rows.
+        all_to_all: sends entry r to rank r and returns those for this rank in rank order. A collective.
+    """
+    ranks, first = config.world_size, config.process_index * len(entries)
+    if ranks == 1:
+        return list(entries)
+    outgoing = [[e for n, e in enumerate(entries, first) if n % ranks == rank] for rank in range(ranks)]
+    device = entries[0].loss_mask_BT.device
+    return [entry.to(device) for part in all_to_all(outgoing, device) for entry in part]
+
+
+def merge_generations(snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
+    """Divide the micro-batches of all ranks anew; the rows of every optimizer step stay the same.
+
+    Args:
+        snapshots: of the buffers of the ranks that wrote a checkpoint, in rank order.
+
+    Raises:
+        ConfigError: the rows do not divide into the present micro-batches.
+    """
+    first, parts = snapshots[0], [part["entries"] for part in snapshots]
+    if not first["entries"]:
+        return first
+    by_row, rank, ranks = config.splits_generation, config.process_index, config.world_size
+    rows = Experience.concatenate(list(chain.from_iterable(zip(*parts, strict=True) if by_row else parts)))
+    size = config.per_device_train_batch_size
+    taken = first["cursor"] * len(snapshots) * len(first["entries"][0])  # rows of all ranks
+    if len(rows) % (size * ranks) or taken % (size * ranks):
+        raise ConfigError(
+            f"the generation batch of the checkpoint has {len(rows)} completions, {taken} of them "
+            f"trained on, which {ranks} processes with per_device_train_batch_size={size} cannot divide; "
+            f"resume with {len(snapshots)} processes until a new generation begins"
+        )
+    split, count = rows.split(size), len(rows) // (size * ranks)  # micro-batches of all ranks, of one
+    own = split[rank::ranks] if by_row else split[rank * count :][:count]
+    return {**first, "entries": own, "cursor": taken // (size * ranks)}

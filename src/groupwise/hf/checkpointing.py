@@ -6,20 +6,24 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.transformers import name_or_path, trainer_state_name
+from groupwise.config.changes import Snapshot, fit_processes
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.data.dynamic_sampling import LeftoverGroups
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import (
     CausalLM,
@@ -156,18 +160,51 @@ def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]
     torch.save(saved, os.path.join(directory, STATE.format(rank=rank)))
 
 
-def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
-    """Read the rollout state of one rank.
+def load_states(
+    directory: str | None, config: GRPOConfig, before: Snapshot, accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """Read the rollout state of this rank; or those of another number of ranks, and fit ``config`` to them.
+
+    Args:
+        directory: checkpoint; None: there is none, and no state.
+        before: snapshot of ``config``.
 
     Raises:
-        ConfigError: the checkpoint was written by another number of processes, another trainer or another
-            version.
+        ConfigError: the checkpoint was written by another trainer, another version, or a number of processes
+            whose batch the present ones cannot form.
     """
+    if directory is None:
+        return []
+    first = _load_state(directory, 0)
+    saved, now = first["world_size"], config.world_size
+    if saved == now:
+        return [first if config.process_index == 0 else _load_state(directory, config.process_index)]
+    if is_sharded(accelerator):
+        raise ConfigError(
+            f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: "
+            f"model and optimizer are sharded by DeepSpeed or FSDP; start {saved} processes"
+        )
+    fit_processes(config, before, first, directory)
+    return [first, *(_load_state(directory, rank) for rank in range(1, saved))]
+
+
+def state_of_rank(
+    states: Sequence[dict[str, Any]], components: Mapping[str, Any], config: GRPOConfig
+) -> dict[str, Any]:
+    """Return the state of this rank: the only one, or merged from those of another number of ranks."""
+    if states[0]["world_size"] == config.world_size:
+        return states[0]
+    merged = {
+        name: component.merge([state.get(name, {}) for state in states], config)
+        for name, component in components.items()
+        if hasattr(component, "merge")  # else it is alike on all ranks
+    }
+    return {**states[0], **merged}
+
+
+def _load_state(directory: str, rank: int) -> dict[str, Any]:
     path = os.path.join(directory, STATE.format(rank=rank))
     if not os.path.isfile(path):
-        others = list(Path(directory).glob(STATE.format(rank="*")))
-        if others:
-            raise _wrong_world_size(directory, len(others), world_size)
         raise ConfigError(
             f"checkpoint {directory!r} has no {os.path.basename(path)}: it was saved with save_only_model="
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
@@ -181,16 +218,7 @@ def load_state(directory: str, rank: int, world_size: int) -> dict[str, Any]:
             f"checkpoint {directory!r} holds records that this version of groupwise does not have; resume "
             "with the version that wrote it, or start a new run with the checkpoint as its model"
         ) from error
-    if state["world_size"] != world_size:
-        raise _wrong_world_size(directory, state["world_size"], world_size)
     return state
-
-
-def _wrong_world_size(directory: str, saved: int, now: int) -> ConfigError:
-    return ConfigError(
-        f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: every "
-        f"rank saves its part of the generated batch; start {saved} processes"
-    )
 
 
 def save_reference(directory: str, model: nn.Module) -> None:

@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """Component with a state that a rollback and a resumed run need."""
+    """Component with a state that a rollback and a resumed run need.
+
+    One whose state differs between ranks has ``merge(snapshots, config)``: it returns the state of this rank
+    from the snapshots of all ranks of a checkpoint, in rank order, whose number was another.
+    """
 
     def snapshot(self) -> Any:
         """Return the present state: plain values, records and references to tensors, never copies of them."""

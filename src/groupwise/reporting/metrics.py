@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import (
     Max,
     Mean,
@@ -134,6 +135,14 @@ class MetricBuffer:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         self.metrics, self.rows = snapshot["metrics"], snapshot["rows"]
+
+    def merge(self, snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
+        """Return what all ranks have recorded, on the first rank: the next log merges ranks."""
+        own = snapshots if config.process_index == 0 else []
+        return {
+            "metrics": merge_metrics(part["metrics"] for part in own),
+            "rows": [row for part in own for row in part["rows"]],
+        }
 
 
 def check_metric_name(name: str, function: str) -> None:

@@ -433,6 +433,11 @@ class Recording:
         def made(values: Any) -> StepRecord:
             computed = [ComputedRows(**rows) for rows in values["computed"]]
             record = StepRecord(**{**values, "computed": computed})
+            if record.world_size != self.header["world_size"]:
+                raise ConfigError(
+                    f"step {step} was recorded by {record.world_size} processes, before the run resumed with "
+                    f"{self.header['world_size']}: only later steps can be replayed"
+                )
             return _checked(record, record.window, MicroBatch)
 
         return self._read(file_name("step", step, rank), made)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import Mean, Reduction, Sum, attach_metrics, detach_metrics, merge_metrics
 from groupwise.data.prompt_source import PromptSource
 from groupwise.errors import ConfigError
@@ -116,6 +117,14 @@ class InputsBuffer:
             }
             for entry in self.entries
         ]
+
+    def merge(self, snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
+        """Refuse another number of ranks: as in TRL, dictionaries belong to the rank that made them."""
+        raise ConfigError(
+            f"the checkpoint was written by {len(snapshots)} processes and cannot be resumed with "
+            f"{config.world_size}: the buffer of groupwise.trl_hooks belongs to a rank; start "
+            f"{len(snapshots)} processes"
+        )
 
 
 #: Keep their reduction: a window counts once in the loss, and a rate is a ratio of sums.

@@ -142,6 +142,10 @@ class VLLMServerBackend(VLLMBackend):
             future.set_result(samples)
             self._pending[tuple(key)] = future
 
+    def merge(self, snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
+        """Return the finished completions of all ranks: a rank takes those of its own requests."""
+        return {**snapshots[0], "finished": [each for part in snapshots for each in part["finished"]]}
+
     # Requests.
 
     def _submit(self, requests: list[Request], sampling: SamplingOptions) -> None:

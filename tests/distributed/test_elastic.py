@@ -1,0 +1,68 @@
+"""Runs that stop and go on with another number of processes have the history of one that did not stop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.workers import elastic_worker
+from support.workers.launch import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+CASES = ("parts", "stream", "dynamic")
+#: (processes, step to stop after); generations begin at steps 1, 4 and 7 of "parts".
+PLANS = {"whole": [(1, 8)], "elastic": [(2, 2), (4, 5), (1, 8)]}
+
+
+def _run(directory: Path, plan: Sequence[tuple[int, int]], cases: Sequence[str]) -> str:
+    directory.mkdir()
+    said = ""
+    for processes, last in plan:
+        done = run_ranks(elastic_worker.__file__, directory, last, *cases, world_size=processes)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        said += done.stderr
+    return said
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("elastic")
+    said = {name: _run(base / name, plan, CASES) for name, plan in PLANS.items()}
+    assert "resumed on 4 processes, the checkpoint is of 2: gradient_accumulation_steps=1" in said["elastic"]
+    assert "resumed on 1 processes, the checkpoint is of 4: gradient_accumulation_steps=4" in said["elastic"]
+    assert "changes the order of prompts" not in said["elastic"]
+    return base
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_prompts_do_not_depend_on_the_number_of_processes(runs: Path, case: str) -> None:
+    whole, elastic = (runs / name / case for name in PLANS)
+    expected, found = (torch.load(path / "weights-8.pt") for path in (whole, elastic))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=0, msg=name)
+    start = elastic_worker.policy().state_dict()
+    assert max((expected[name] - start[name]).abs().max() for name in start) > 100 * 2e-5
+    # Step and prompt of every completion: each prompt is consumed by the same step, once.
+    rewarded = [sorted(line.split(" ", 2)[::2] for line in _lines(path)) for path in (whole, elastic)]
+    assert rewarded[0] == rewarded[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_log_goes_on(runs: Path, case: str) -> None:
+    whole, elastic = (json.loads((runs / name / case / "log-8.json").read_text()) for name in PLANS)
+    assert [line["step"] for line in whole] == [line["step"] for line in elastic] == [3, 6, 8]
+    for one, other in zip(whole, elastic, strict=True):
+        names = {name for name in one if name.startswith("completions/m")} - {"completions/mean_length"}
+        for name in {
+            *names,
+            "num_tokens",
+        }:  # sums and extremes are exact in a log that spans two numbers
+            assert other[name] == pytest.approx(one[name]), name
+
+
+def _lines(directory: Path) -> list[str]:
+    return (directory / "rows.txt").read_text().splitlines()
