@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Training phase, step and head on one GPU, in under 8 minutes and without a network. PYTHON chooses the
-# interpreter, the first of CUDA_VISIBLE_DEVICES the GPU; arguments go to gpu_steps.py. Results are written to
-# benchmarks/results/gpu_bf16.json.
+# The first 30 minutes on a GPU: three calls of at most 10 minutes, without a network. PYTHON chooses the interpreter,
+# the first of CUDA_VISIBLE_DEVICES the GPU. Each call writes its verdicts to benchmarks/results/gpu_CALL.json, or to
+# the file after --output, and exits with 1 if a part failed.
 #
+#     benchmarks/gpu.sh check     # kernels against float64, two steps CPU against CUDA, waits per token
+#     benchmarks/gpu.sh phases    # head, training phase, attention, decoding, memory, LoRA on a 7B shape
+#     benchmarks/gpu.sh steps     # whole steps beside TRL, where it is installed
 #     benchmarks/gpu.sh weights [--model NAME]
 #
-# sends weights to a vLLM server instead: over CUDA IPC to one on the same GPU, then over NCCL and as changed values
+# The last sends weights to a vLLM server: over CUDA IPC to one on the same GPU, then over NCCL and as changed values
 # (sparse_nccl) if CUDA_VISIBLE_DEVICES names a second GPU for the server. Expected after the name of each transfer: five
 # log lines, the first with staleness 0 and sampling/sampling_logp_difference/mean of the size of bf16 rounding (below
 # 0.03), and train_runtime. vllm_weight_check compares all values after every transfer: "does not compute with the
@@ -15,6 +18,11 @@
 # yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case "${1:-}" in check | phases | steps | weights) ;; *)
+  echo "usage: benchmarks/gpu.sh check | phases | steps [--output FILE], or weights [--model NAME]" >&2
+  exit 2
+  ;;
+esac
 if [[ -z "${PYTHON:-}" ]]; then
   PYTHON=python3
   [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
@@ -26,13 +34,16 @@ export HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES="${devices%%,*}" # one, or Trainer 
 import sys
 from importlib.util import find_spec
 
-needed = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+needed = ("torch", "transformers", "accelerate", "tokenizers", "filelock", "yaml", "rich", "psutil")
 missing = [name for name in needed if find_spec(name) is None]
 if missing:
     sys.exit(f"{sys.executable} lacks {', '.join(missing)}; set PYTHON to an interpreter that has them")
+for name, lacking in (("datasets", "the trainer works without"), ("peft", "LoRA"), ("trl", "steps beside TRL")):
+    if find_spec(name) is None:
+        print(f"{name} is not installed ({lacking})")
 CHECK
-if [[ "${1:-}" != weights ]]; then
-  exec "$PYTHON" benchmarks/gpu_steps.py "$@"
+if [[ "$1" != weights ]]; then
+  exec "$PYTHON" benchmarks/gpu.py "$@"
 fi
 shift
 unset HF_HUB_OFFLINE

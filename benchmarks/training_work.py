@@ -168,23 +168,26 @@ def alternating_reward(completions: list[Any], **_: Any) -> list[float]:
     return [float(index % 2) for index in range(len(completions))]
 
 
-def make_trainer(library: str, spec: Spec, directory: str, wrap: Any = None, **settings: Any) -> Any:
+def make_trainer(
+    library: str, spec: Spec, directory: str, wrap: Any = None, model: Any = None, **settings: Any
+) -> Any:
     """Create a trainer of either library on `make_work`.
 
     Args:
         library: "groupwise" or "trl".
         wrap: makes the trainer class from the library's.
+        model: one on the device of ``spec`` instead of that which ``spec`` describes.
         settings: further configuration fields; ``sampled`` leaves the completions to the model.
     """
-    from datasets import Dataset
-
     if library == "trl":
+        from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
     else:
         from groupwise import GRPOConfig, GRPOTrainer
     sampled = settings.pop("sampled", False)
-    model = make_model(spec)
+    model = make_model(spec) if model is None else model
     work = make_work(spec, model.config.vocab_size)
+    rows = [{"prompt": text} for text in work.texts()]  # no library but TRL needs `datasets`
     trainer_class: Any = GRPOTrainer if wrap is None else wrap(GRPOTrainer)
     config = GRPOConfig(
         output_dir=directory,
@@ -212,7 +215,7 @@ def make_trainer(library: str, spec: Spec, directory: str, wrap: Any = None, **s
         model=model,
         reward_funcs=alternating_reward,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": work.texts()}),
+        train_dataset=Dataset.from_list(rows) if library == "trl" else rows,
         processing_class=make_tokenizer(spec, model.config.vocab_size),
         rollout_func=None if sampled else work.rollout,
         peft_config=adapter_config() if spec.lora else None,

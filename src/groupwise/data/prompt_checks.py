@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
-import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -274,7 +274,8 @@ def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context 
 
 def known_prompts(dataset: Any) -> Iterable[Any] | None:
     """Return all prompts of a dataset in memory; None if rows are computed on access."""
-    if isinstance(dataset, datasets.Dataset):
+    datasets = sys.modules.get("datasets")  # else no dataset is one of its
+    if datasets is not None and isinstance(dataset, datasets.Dataset):
         made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
         return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
     if isinstance(dataset, (list, tuple)):
