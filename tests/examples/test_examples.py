@@ -23,11 +23,12 @@ from groupwise import GRPOConfig
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 #: The scripts' own library, and the run of `make quickstart` (one of its steps has 64 rows).
-NOT_RUN = {"smollm2.py", "quickstart.py"}
+#: Another test runs the agents of stock SDKs, which need a server and packages of their own.
+NOT_RUN = {"smollm2.py", "quickstart.py", "agent_as_it_is.py"}
 #: Packages that may be missing; an example that needs one has its name in the file name.
 OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
-DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py"]
+DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py", EXAMPLES / "agent_as_it_is.py"]
 #: Line limits; 60 for every other example.
 MAX_LINES = {"gsm8k.py": 86, "quickstart.py": 92, "grpo_from_scratch.py": 150, "vlm.py": 66}
 #: Modules of groupwise that examples may import: each is described in docs/api.md.

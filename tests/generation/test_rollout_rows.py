@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,3 +154,22 @@ def test_invalid_rows_are_named(changes, message):
         message = "'rollout_ids' holds 1 different numbers"
     with pytest.raises(BackendError, match=re.escape(message)):
         call_rollout_function(lambda *_: output, ["p", "p"], None, frozenset([1]), 32)
+
+
+@pytest.mark.parametrize("failed", [[False, True, True], [False, True]])  # per row, or per rollout
+def test_failed_rollouts_are_dropped_or_end_the_run(failed):
+    output = {
+        "prompt_ids": [P, Q, P],
+        "completion_ids": [[8], [9], [9]],
+        "rollout_ids": [0, 1, 1],
+        "failed": failed,
+    }
+
+    def call(on_error: str):
+        trainer = SimpleNamespace(args=SimpleNamespace(rollout_on_error=on_error))
+        return call_rollout_function(lambda *_: output, ["p", "p"], trainer, frozenset([1]), 32)
+
+    _, completions, extra, _ = call("retry")
+    assert [completion.dropped for completion in completions] == [False, True] and "failed" not in extra
+    with pytest.raises(BackendError, match="rollout 1 has failed; rollout_on_error='retry' drops"):
+        call("raise")

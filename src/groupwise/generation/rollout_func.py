@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,7 +15,8 @@ from groupwise.errors import BackendError, boundary
 from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
 
-_RESERVED_KEYS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "rollout_ids")
+_FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")  # of a row
+_RESERVED_KEYS = (*_FIELDS, "rollout_ids", "failed")
 
 
 def call_rollout_function(
@@ -31,7 +33,8 @@ def call_rollout_function(
             (token ids); optionally ``logprobs`` (per completion token, None or NaN if unknown), ``env_mask``
             (1 for tokens of the policy, 0 for others, which carry no loss) and ``rollout_ids`` (a number
             per row: rows with the same one are one rollout; without it every row is one). A row may be a
-            tensor or an array. Other keys are columns for the rewards, with an entry per row or per rollout.
+            tensor or an array. Entries of ``failed``, True for a rollout to be dropped from its group, and of
+            other keys, columns for the rewards, are per row or per rollout.
         prompts: B prompts, each repeated once per rollout. The function gets copies and may change them.
         trainer: passed to the function.
         end_tokens: a completion that does not end in one of these counts as truncated.
@@ -42,7 +45,8 @@ def call_rollout_function(
 
     Raises:
         BackendError: the function raised, a required key is missing, lengths differ, or a token id, log-prob
-            or mask is invalid; the message names the row.
+            or mask is invalid; the message names the row. Or a rollout has failed, unless
+            ``rollout_on_error="retry"``.
     """
     name = getattr(function, "__name__", type(function).__name__)
     with boundary(BackendError, f"rollout_func {name!r}"):
@@ -59,26 +63,43 @@ def call_rollout_function(
     num_rollouts = len(prompts)  # B
     num_rows = ends[-1] if ends else num_rollouts  # R
     for key, values in output.items():
-        if len(values) not in ({num_rows} if key in _RESERVED_KEYS else {num_rows, num_rollouts}):
+        if len(values) not in ({num_rows} if key in (*_FIELDS, "rollout_ids") else {num_rows, num_rollouts}):
             raise BackendError(
                 f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
                 f"{num_rollouts} prompts (each prompt is repeated once per completion)"
                 f"{f' and {num_rows} rollout_ids' if ends else ''}"
             )
-    fields = {key: output[key] for key in _RESERVED_KEYS[:-1] if key in output}
+    fields = {key: output[key] for key in _FIELDS if key in output}
     rows = [
         _checked(name, row, {key: _plain(values[row]) for key, values in fields.items()}, vocab_size)
         for row in range(num_rows)
     ]
-    extra = {key: list(values) for key, values in output.items() if key not in _RESERVED_KEYS}
+    columns = {
+        key: [values[end - 1] for end in ends] if ends and len(values) == num_rows else list(values)
+        for key, values in output.items()
+        if key not in (*_FIELDS, "rollout_ids")
+    }
+    failed = columns.pop("failed", [])
+    prompt_ids, completions, columns, metrics = _completions(rows, ends, columns, end_tokens)
+    if any(failed):
+        if trainer.args.rollout_on_error == "raise":  # type: ignore[attr-defined]
+            raise BackendError(
+                f"rollout_func {name!r}: rollout {[*map(bool, failed)].index(True)} has failed; "
+                "rollout_on_error='retry' drops such rollouts from their groups"
+            )
+        pairs = zip(completions, failed, strict=True)
+        completions = [replace(completion, dropped=bool(gone)) for completion, gone in pairs]
+    return prompt_ids, completions, columns, metrics
+
+
+def _completions(
+    rows: list[dict[str, Any]], ends: list[int], columns: dict[str, list[Any]], end_tokens: frozenset[int]
+) -> tuple[list[list[int]], list[Completion], dict[str, list[Any]], Metrics]:
+    """Return prompts, completions, columns and metrics of checked rows, joined to rollouts at ``ends``."""
     if ends:
         from groupwise.generation.rollout_rows import join_rollouts
 
-        last = {
-            key: [values[end - 1] for end in ends] if len(values) == num_rows else values
-            for key, values in extra.items()
-        }
-        return join_rollouts(rows, ends, last, end_tokens)
+        return join_rollouts(rows, ends, columns, end_tokens)
     completions = [
         Completion(
             token_ids=row["completion_ids"],
@@ -88,7 +109,7 @@ def call_rollout_function(
         )
         for row in rows
     ]
-    return [row["prompt_ids"] for row in rows], completions, extra, {}
+    return [row["prompt_ids"] for row in rows], completions, columns, {}
 
 
 def is_truncated(token_ids: Sequence[int], end_tokens: frozenset[int]) -> bool:

@@ -47,6 +47,7 @@ EXTRAS = {
     "rewards": ("math_verify", "latex2sympy2_extended", "reasoning_gym"),
     "verifiers": ("verifiers",),
     "openenv": ("websockets",),
+    "capture": ("openenv",),
     "trackio": ("trackio",),
     "dashboards": ("tensorboard", "tensorboardX", "wandb", "matplotlib"),
     "quickstart": ("gguf",),

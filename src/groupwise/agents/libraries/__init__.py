@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from groupwise.agents.libraries.capture import CapturedAgent, Endpoint
 from groupwise.agents.libraries.openenv import OpenEnvSession, openenv_factory
 from groupwise.agents.libraries.reasoning_gym import reasoning_gym_factory
 from groupwise.agents.libraries.verifiers import VerifiersEnvironment, verifiers_dataset
 
 __all__ = [
+    "CapturedAgent",
+    "Endpoint",
     "OpenEnvSession",
     "VerifiersEnvironment",
     "openenv_factory",

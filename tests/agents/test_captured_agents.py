@@ -1,0 +1,111 @@
+"""Agents of stock SDKs against a real vLLM server through OpenEnv's capture.
+
+Files: ``agents/libraries/capture.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.runs import trainer
+from support.workers.vllm_process import ServerProcess
+
+from groupwise.agents.libraries import CapturedAgent
+from groupwise.errors import BackendError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+#: openenv and its own versions of what it needs, which vLLM's exclude (scripts/install_test_extras.sh).
+OPENENV = Path(sys.prefix) / "openenv"
+KEY = "the key of server and trainer"
+
+
+def run_script(script: Path, *arguments: object) -> str:
+    paths = [str(OPENENV), str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "examples")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "VLLM_API_KEY": KEY,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        directory = tmp_path_factory.mktemp("server")
+        process = ServerProcess(directory).start().wait()
+        yield process.url, directory / "model"
+        process.kill()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_every_behaviour_of_an_agent_has_a_clear_outcome(server, tmp_path):
+    url, model = server
+    script = ROOT / "tests" / "support" / "workers" / "captured_agents_worker.py"
+    found = json.loads(run_script(script, url, model, tmp_path).splitlines()[-1])
+    output = found["output"]
+    rows = [[] for _ in output["failed"]]
+    for i, row in enumerate(output["rollout_ids"]):
+        rows[row].append(
+            {key: output[key][i] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+        )
+    plain, other, streams, once, *failed, loops = rows
+    # (the agent's calls) each a row whose prompt continues the one before
+    assert len(plain) == len(other) == len(once) == 2 and len(streams) == 1
+    assert len(loops) == 4  # max_calls: the proxy answers the fifth
+    assert output["failed"] == [False] * 4 + [True] * 3 + [False]
+    assert [row[0]["env_mask"] for row in failed] == [[0]] * 3
+    for rollout in (plain, other, streams, once, loops):
+        for row in rollout:
+            assert 0 < len(row["completion_ids"]) == len(row["logprobs"]) <= 5 and set(row["env_mask"]) == {1}
+    # Of the whole vocabulary at the run's temperature, also where an agent asked for 0 and top_p=0.1.
+    for own, given, mask in zip(found["own"], output["logprobs"], output["env_mask"], strict=True):
+        assert mask == [0] or own == pytest.approx(given, abs=1e-3)
+    assert "rollout 0: ValueError: the agent's own error" in found["message"]
+    for log in found["logs"]:  # two steps of another agent, in threads
+        assert log["rollouts/rows"] == 1 and log["agent/failures"] == 0
+        assert log["sampling/sampling_logp_difference/max"] < 1e-3 and log["grad_norm"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_example_trains_agents_of_two_makers(server, tmp_path):
+    url, model = server
+    script = ROOT / "examples" / "agent_as_it_is.py"
+    flags = ["--model", model, "--server", url, "--max_steps", "2", "--output_dir", tmp_path]
+    assert "2 steps in " in run_script(script, *flags)
+    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    logs = [log for log in logs if "agent/calls" in log]
+    assert len(logs) == 2 and {log["agent/calls"] for log in logs} == {3} and logs[0]["rollouts/rows"] == 3
+
+
+def test_a_run_without_a_server_is_refused(tmp_path):
+    run = trainer(tmp_path, rollout_func=CapturedAgent(lambda prompt, endpoint: None))
+    with pytest.raises(BackendError, match="use_vllm=True with vllm_mode='server'"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "message"),
+    [({"top_p": 0.9}, None, "leave top_p"), ({}, "adapter-3", "without --enable-lora")],
+)
+def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message):
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "rollout_retries": 0}
+    args = SimpleNamespace(
+        use_vllm=True, vllm_mode="server", rollout_on_error="raise", **{**plain, **settings}
+    )
+    backend = SimpleNamespace(servers=SimpleNamespace(adapter=adapter))
+    with pytest.raises(ConfigError, match=message):
+        CapturedAgent(lambda prompt, endpoint: None)([""], SimpleNamespace(args=args, backend=backend))
