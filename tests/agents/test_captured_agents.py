@@ -103,9 +103,7 @@ def test_a_run_without_a_server_is_refused(tmp_path):
 )
 def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message):
     plain = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "rollout_retries": 0}
-    args = SimpleNamespace(
-        use_vllm=True, vllm_mode="server", rollout_on_error="raise", **{**plain, **settings}
-    )
+    args = SimpleNamespace(rollout_on_error="raise", **{**plain, **settings})
     backend = SimpleNamespace(servers=SimpleNamespace(adapter=adapter))
     with pytest.raises(ConfigError, match=message):
         CapturedAgent(lambda prompt, endpoint: None)([""], SimpleNamespace(args=args, backend=backend))

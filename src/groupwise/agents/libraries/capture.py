@@ -149,11 +149,12 @@ class CapturedAgent:
     def _start(self, trainer: Any) -> None:
         """Start the proxy in front of the run's server, once."""
         args = trainer.args
-        if not (args.use_vllm and args.vllm_mode == "server"):
+        servers = getattr(trainer.backend, "servers", None)
+        if servers is None:
             raise ConfigError(
                 "CapturedAgent needs an engine with an OpenAI endpoint: use_vllm=True with vllm_mode='server'"
             )
-        if trainer.backend.servers.adapter is not None:
+        if servers.adapter is not None:
             raise ConfigError(
                 "CapturedAgent calls the model of the server, not an adapter that is sent alone; start the "
                 "server without --enable-lora, so that it gets merged weights"
