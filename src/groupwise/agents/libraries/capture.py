@@ -26,7 +26,7 @@ _NO_ROW = {"prompt_ids": [0], "completion_ids": [0], "logprobs": [0.0], "env_mas
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What an agent needs to call the policy, for one rollout.
+    """Address of the policy for the agent of one rollout.
 
     url: address of the proxy, without a path; SDKs of OpenAI take ``base_url``.
     api_key: names the rollout: a client of its own for each.
