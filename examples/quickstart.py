@@ -67,7 +67,7 @@ def main():
     trainer.train()
     after = trainer.evaluate()["eval_rewards/correct/mean"]
     trainer.eval_generation_kwargs = {"temperature": 0}
-    greedy = trainer.evaluate()["eval_rewards/correct/mean"]
+    greedy = trainer.evaluate(metric_key_prefix="eval_greedy")["eval_greedy_rewards/correct/mean"]
     print(f"held-out accuracy: {before:.1%} before, {after:.1%} after {steps} steps, greedy {greedy:.1%}")
     if results is not None:
         accuracies = {"before": before, "after": after, "greedy": greedy}

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py adapters --seeds 0
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py first --seeds 0 1 2 --names README
-    PYTHONPATH=src python scripts/record_runs.py quickstart
+    PYTHONPATH=src python scripts/record_runs.py quickstart --directory build
     PYTHONPATH=src python scripts/record_runs.py accuracies --seeds 0 1 2
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
@@ -194,14 +194,18 @@ def run_first(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def record_quickstart(steps: int = STEPS) -> None:
-    """Run the quickstart; keep its logs, completions of a log in the middle, and a picture of its report."""
+def record_quickstart(directory: Path | None, steps: int = STEPS) -> None:
+    """Run the quickstart; keep its logs, completions of a log in the middle, and a picture of its report.
+
+    A run that ``directory`` contains already is not repeated: only the picture is drawn again.
+    """
     import pandas
-    from PIL import Image
 
     started = conditions()
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "quickstart-output"
+        output = (directory or Path(folder)) / "quickstart-output"
+        if (output / "report.html").exists():
+            return picture(output)
         command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", str(output)]
         subprocess.run([*command, "--max_steps", str(steps)], check=True, env={**os.environ, "CI": "1"})
         lines = (output / "metrics.jsonl").read_text().splitlines()
@@ -223,11 +227,20 @@ def record_quickstart(steps: int = STEPS) -> None:
             )
             + "\n"
         )
-        if browser := shutil.which("chromium"):
-            page = f"file://{output}/report.html"
-            options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1160,1700"]
-            subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
-            Image.open(REPORT).convert("RGB").quantize(64).save(REPORT, optimize=True)
+        picture(output)
+
+
+def picture(output: Path) -> None:
+    """Draw the beginning of the report of a run, as a browser shows it."""
+    from PIL import Image
+
+    from groupwise import write_report
+
+    if browser := shutil.which("chromium"):
+        page = f"file://{write_report([output]).resolve()}"
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1100"]
+        subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
+        Image.open(REPORT).convert("RGB").quantize(64).save(REPORT, optimize=True)
 
 
 def record_accuracies(seeds: list[int]) -> None:
@@ -255,11 +268,12 @@ def main() -> None:
     parser.add_argument("what", choices=["adapters", "first", "quickstart", "accuracies"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--names", nargs="+", help="of adapters or of first runs; default: all")
+    parser.add_argument("--directory", type=Path, help="for the output of the quickstart; default: temporary")
     options = parser.parse_args()
     if options.what == "adapters":
         record_adapters(options.seeds, options.names or list(SETTINGS))
     elif options.what == "quickstart":
-        record_quickstart()
+        record_quickstart(options.directory)
     elif options.what == "accuracies":
         record_accuracies(options.seeds)
     else:

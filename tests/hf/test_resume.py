@@ -36,7 +36,7 @@ from transformers import Trainer, TrainerCallback
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.hf import checkpointing
-from groupwise.hf.run_directory import RunDirectory
+from groupwise.hf.run_directory import RunDirectory, is_training
 from groupwise.reporting.metrics_file import read_metrics
 
 TIMEOUT = 180  # seconds
@@ -792,8 +792,12 @@ def test_a_forked_process_releases_no_lock_of_its_parent(tmp_path: Path) -> None
             run._release()  # as where a reward forks, and its process unwinds the stack
             os._exit(0)
         os.waitpid(child, 0)
-        assert _names(tmp_path) == ["_run.json", "_run.lock"]
+        assert _names(tmp_path) == ["_run.json", "_run.lock"] and is_training(tmp_path)
         other = RunDirectory(run.args)
         with pytest.raises(ConfigError, match="is used by another run"), other.open(None):
             pass
-    assert _names(tmp_path) == []
+    assert _names(tmp_path) == [] and not is_training(tmp_path)
+    (tmp_path / "_run.json").write_text(json.dumps({"host": socket.gethostname(), "process": child}))
+    assert not is_training(tmp_path)  # that process has ended
+    (tmp_path / "_run.json").write_text(json.dumps({"host": "elsewhere", "process": child}))
+    assert is_training(tmp_path)

@@ -12,52 +12,111 @@ from support.browser import PHONE, ROUNDING, browse, with_browser
 from support.saved_runs import HOSTILE, save_run
 
 from groupwise import write_report
-from groupwise.commands.report.html_report import (
-    group_spread,
-    groups_without_gradient,
-    most_changed,
-    report_data,
-)
+from groupwise.commands.report.html_report import most_changed, report_data, right_or_wrong, solve_rates
 from groupwise.commands.report.run_files import SavedCompletion, read_run
 from groupwise.errors import ConfigError
 
-#: Opens a report in a frame as wide as a phone, opens every <details>, and posts measurements.
-HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
+#: Opens a report in a frame as large as a phone's screen, acts as a reader would, and posts measurements.
+HARNESS = """<!doctype html><meta charset="utf-8"><body style="margin: 0"><script>
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+const loaded = (frame) => new Promise((resolve) => (frame.onload = resolve));
 (async () => {
   const frame = document.createElement("iframe");
-  frame.style = "width: %(width)dpx; height: 800px; border: 0";
-  const loaded = new Promise((resolve) => (frame.onload = resolve));
+  frame.style = "width: %(width)dpx; height: 844px; border: 0";
+  const ready = loaded(frame);
   frame.src = "/report.html";
   document.body.append(frame);
-  await loaded;
-  const page = frame.contentDocument, all = (selector) => [...page.querySelectorAll(selector)];
-  const articles = all("article").length;
-  all("details").forEach((details) => (details.open = true));
-  await pause(500);
+  await ready;
+  const page = frame.contentDocument, view = frame.contentWindow;
+  const all = (selector, within = page) => [...within.querySelectorAll(selector)];
   const shown = (selector) => all(selector).map((node) => node.textContent);
-  const result = {
-    articles, width: page.documentElement.scrollWidth, hacked: frame.contentWindow.hacked ?? null,
+  const mouse = (node, kind, clientX, clientY) =>
+    node.dispatchEvent(new view.MouseEvent(kind, {clientX, clientY, bubbles: true}));
+  const control = (text) => all("select").find((one) => one.textContent.includes(text));
+  const result = {articles: all("article").length, legends: shown(".u-label")};
+  result.first_completion = all("article .completion")[0]?.getBoundingClientRect().bottom;
+  result.groups = all("article").map((one) => all("strong, .completion", one).map((it) => it.textContent));
+  all("details").forEach((details) => (details.open = true));
+  await pause(300);
+  Object.assign(result, {
+    width: page.documentElement.scrollWidth, hacked: view.hacked ?? null,
     headings: shown("h2"), titles: shown(".chart h3"), paragraphs: shown("p"), texts: shown("article pre"),
-    terms: shown("dt"), values: shown("dd"), marks: shown("mark"), legends: shown(".u-label"),
+    terms: shown("dt"), values: shown("dd"), marks: shown("mark"),
     charts: all("canvas").length, tags: [...new Set(all("*").map((node) => node.localName))],
-    background: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
-    colour: frame.contentWindow.getComputedStyle(page.body).color,
-  };
-  const search = page.querySelector("input[type=search]");
-  if (search) {
-    search.value = "needle";
-    search.dispatchEvent(new Event("change"));
-    result.found = shown("article pre");
-  }
+    background: view.getComputedStyle(page.body).backgroundColor,
+    colour: view.getComputedStyle(page.body).color,
+  });
+  %(more)s
   await fetch("/results", {method: "POST", body: JSON.stringify(result)});
 })();
 </script>"""
 
+SEARCH = """
+  const search = page.querySelector("input[type=search]");
+  search.value = "needle";
+  search.dispatchEvent(new Event("change"));
+  result.found = shown("article pre");
+"""
+#: The cursor at a step of the map of solve rates, then a click there; labels of axes beyond their canvas.
+POINT = """
+  const over = page.querySelector(".rates .u-over");
+  over.scrollIntoView({block: "center"});
+  await pause(50);
+  const place = over.getBoundingClientRect(), at = [place.left + 3, place.top + place.height - 3];
+  mouse(over, "mouseenter", ...at);
+  mouse(over, "mousemove", ...at);
+  await pause(50);
+  result.pointed = shown(".u-legend tr:first-child .u-value");
+  result.status = page.querySelector(".rates > p").textContent;
+  mouse(over, "mousedown", ...at);
+  mouse(over, "mouseup", ...at);
+  mouse(over, "click", ...at);
+  result.opened = all("article").map((one) => one.querySelector("strong").textContent);
+  result.sizes = all("article").map((one) => one.querySelectorAll(".completion").length);
+  const text = view.CanvasRenderingContext2D.prototype, write = text.fillText;
+  result.labels = [];
+  text.fillText = function (label, x, y) {
+    const width = this.measureText(label).width;
+    const left = x - {right: width, center: width / 2, left: 0, start: 0}[this.textAlign];
+    result.labels.push([label, left, left + width - this.canvas.width]);
+    return write.apply(this, arguments);
+  };
+  const axis = page.querySelector(".chart select");
+  axis.value = "minutes";
+  axis.dispatchEvent(new Event("change"));
+  await pause(100);
+"""
+#: A reader chooses a step, opens settings and scrolls; then the page loads itself.
+RELOAD = """
+  all("details").forEach((details) => (details.open = details.textContent.includes("settings")));
+  control("all steps").value = "0";
+  control("all steps").onchange();
+  await pause(50);
+  const heading = (page) => all("h2", page).find((one) => one.textContent === "Curves");
+  const curves = (page) => heading(page).getBoundingClientRect().top;
+  view.scrollBy(0, curves(page) + 40);
+  const before = curves(page), again = loaded(frame);
+  await again;
+  await pause(50);
+  const later = frame.contentDocument;
+  result.is_new = later !== page;
+  result.moved = curves(later) - before;
+  result.scrolled = frame.contentWindow.scrollY;
+  result.step = all("select", later).find((one) => one.textContent.includes("all steps")).value;
+  result.open = all("details[open] > summary", later).map((one) => one.textContent);
+"""
+#: All groups of all steps.
+EVERY_STEP = """
+  control("all steps").value = "";
+  control("all steps").onchange();
+  all("button").forEach((one) => one.click());
+  result.texts = shown("article pre");
+"""
 
-def opened(page, tmp_path, dark=False):
+
+def opened(page, tmp_path, more="", dark=False):
     """Return the measurements of a report, what the browser requested, and its console."""
-    return browse(HARNESS % {"width": PHONE}, page.parent, tmp_path / "profile", dark)
+    return browse(HARNESS % {"width": PHONE, "more": more}, page.parent, tmp_path / "profile", dark)
 
 
 def embedded(text: str) -> dict:
@@ -74,7 +133,7 @@ LOGS = [
         "reward": 0.1 * at, "reward_std": 0.3, "frac_reward_zero_std": 0.9, "loss": 0.0, "kl": 0.01,
         "rewards/correct/mean": 0.1 * at, "rewards/correct/std": 0.3, "time/generate": 2.0, "time/train": 1.0,
         "time/idle": 0.5, "step_time": 3.5, "memory/train": 1.5,
-        "completions/clipped_ratio": 0.05, "custom/words": 3.0 * at,
+        "completions/clipped_ratio": 0.05, "custom/words": 3.0 * at, "entropy": 2 - 0.1 * at,
     }
     for at in range(1, 6)
 ]  # fmt: skip
@@ -94,22 +153,35 @@ ROWS = [
 # Data
 
 
-def test_groups_without_an_advantage_are_counted_by_their_reward():
-    rows = [completion(*row) for row in ROWS] + [completion(4, "alone", "x", 1.0)]
-    found = groups_without_gradient(rows, [row.rewards["correct"] for row in rows])
-    # p at 0 has the lowest reward, q at 0 and 4 the highest; p at 4 has advantages; one row is no group
-    assert found == {
-        "groups": 4, "equal": 3, "best": 2, "worst": 1, "prompts": [("q", 2, 2, 1.0), ("p", 1, 2, 0.0)],
-    }  # fmt: skip
+def test_groups_are_counted_by_their_right_completions():
+    rows = [(0, completion(*row)) for row in ROWS]
+    rows += [(0, completion(4, "p", "x", 1.0, mode="eval")), (0, completion(5, "alone", "x", 1.0))]
+    right, shares = right_or_wrong(rows, [row.rewards["correct"] for _, row in rows])
+    assert right == {"name": "", "low": 0.0, "high": 1.0, "binary": True}
+    # step 0: p has 0 of 2 right, q 2 of 2; step 4: p 1 of 2, q 2 of 2; one completion is no group
+    expected = {"size": 2, "step": [0, 4], "counts": [[1, 0, 1], [0, 1, 1]]}
+    assert solve_rates([row for _, row in rows], shares) == expected
 
 
-def test_the_spread_is_that_of_group_means():
-    means = [0.0, 0.25, 0.5, 0.75, 1.0]
-    rows = [completion(3, f"p{i}", total=mean) for i, mean in enumerate(means) for _ in range(2)]
-    rows += [completion(9, "only", total=1.0)] * 2  # one group has no spread
-    spread = group_spread(rows, [row.rewards["correct"] for row in rows])
-    # five evenly spaced means: the quantile q is at position 4q of 0 to 1, so 10 % is 0.1, 90 % is 0.9
-    assert spread == {"step": [3], "low": [0.1], "median": [0.5], "high": [0.9]}
+def test_the_hardest_reward_of_two_values_tells_right_from_wrong():
+    rewards = [(1.0, 0.0, 0.2), (1.0, 1.0, 0.7), (0.0, 0.0, 0.4), (1.0, None, 0.2)]
+    rows = [
+        (0, SavedCompletion("train", 0, "p", "a", dict(zip("abc", r, strict=True)), 0.0, {})) for r in rewards
+    ]
+    # a and b have two values, b has the lower mean, c has three; the total has four
+    right, shares = right_or_wrong(rows, [1.2, 2.7, 0.4, 1.3])
+    assert (right["name"], shares) == ("b", [0.0, 1.0, 0.0, None])
+    # only c: the total from lowest to highest, without infinities
+    for _, row in rows:
+        del row.rewards["a"], row.rewards["b"]
+    right, shares = right_or_wrong(rows, [1.0, 2.0, 3.0, float("inf")])
+    assert right == {"name": "", "low": 1.0, "high": 3.0, "binary": False}
+    assert shares == [0.0, 0.5, 1.0, None]
+
+
+def test_equal_rewards_are_right_above_zero():
+    row = (0, completion(0, "p"))
+    assert [right_or_wrong([row], [total])[1] for total in (1.0, 0.0, -1.0)] == [[1.0], [0.0], [0.0]]
 
 
 def test_prompts_that_changed_most_come_first():
@@ -136,7 +208,7 @@ def test_completions_are_thinned_evenly_and_compared_ones_stay(tmp_path):
     rows += [(0, "p", "before", 0.0, 0.0), (1, "p", "after", 1.0, 0.0)]
     data = report_data({"run": read_run(save_run(tmp_path / "run", LOGS, {}, rows))}, 4)
     texts = data["completions"]["text"]
-    # 0 * 22 // 4, 1 * 22 // 4, ... = 0, 5, 11, 16, and the two of the comparison
+    # groups of one: 0 * 22 // 4, 1 * 22 // 4, ... = 0, 5, 11, 16, and the two of the comparison
     assert texts == ["text 0", "text 5", "text 11", "text 16", "before", "after"]
     assert (
         data["omitted"] == 16
@@ -145,6 +217,15 @@ def test_completions_are_thinned_evenly_and_compared_ones_stay(tmp_path):
     (pair,) = data["changed"]
     assert (texts[pair["first"]], texts[pair["last"]], pair["change"]) == ("before", "after", 1.0)
     assert data["prompts"][data["completions"]["prompt"][-1]] == "p"
+
+
+def test_groups_are_thinned_as_a_whole(tmp_path):
+    rows = [(at, "p", f"text {at}.{i}", 0.0, 0.0) for at in range(6) for i in range(4)]
+    texts = report_data({"run": read_run(save_run(tmp_path / "run", LOGS, {}, rows))}, 8)["completions"][
+        "text"
+    ]
+    # groups 0 and 3 of 6; the prompt's first and last completions, of steps 0 and 5, do not differ in reward
+    assert [f"text {at}.{i}" for at in (0, 3) for i in range(4)] == [text for text in texts if text[5] != "5"]
 
 
 def test_rewards_are_weighted_as_in_the_run(tmp_path):
@@ -237,7 +318,7 @@ def test_the_policy_allows_our_scripts_alone(hostile):
 
 @with_browser
 def test_a_hostile_run_is_shown_as_text(hostile, tmp_path):
-    page, requested, console = opened(hostile, tmp_path)
+    page, requested, console = opened(hostile, tmp_path, EVERY_STEP)
     assert (page["hacked"], console) == (None, "")
     assert not {"img", "svg", "base", "iframe"} & set(page["tags"])
     assert [path for path in requested if "hacked" in path] == []
@@ -252,35 +333,133 @@ def test_a_run_is_shown_with_its_parts(tmp_path):
     run = save_run(
         tmp_path / "run", LOGS, {"beta": 0.04}, ROWS, [(0, "e", "no", 0.0, 0.0), (5, "e", "yes", 1.0, 0.0)]
     )
-    page, requested, console = opened(write_report([run], tmp_path / "report.html"), tmp_path)
+    page, requested, console = opened(write_report([run], tmp_path / "report.html"), tmp_path, SEARCH)
     assert console == "" and set(requested) <= {"/harness", "/report.html", "/favicon.ico"}
-    for heading in (
-        "Beside the healthy range",
+    assert page["headings"] == [
+        "Completions",
+        "Healthy ranges",
         "Curves",
-        "Reward components",
-        "Mismatch, truncation and clipping",
+        "Completions that changed most",
+        "Prompts without a gradient",
         "Time by phase",
         "Memory by phase",
-        "Completions that changed most",
-        "Groups without a gradient",
         "Settings",
         "Metrics of the run's own",
-        "Completions",
-    ):
-        assert heading in page["headings"]
-    assert page["charts"] >= len(page["titles"]) > 8 and "custom/words" in page["titles"]
-    assert (
-        "generate" in page["legends"] and page["legends"].count("reward") == 3
-    )  # the line and the edges of its band
+        "All other metrics",
+    ]
     said = "\n".join(page["paragraphs"])
-    assert "5 steps in 2 minutes: reward 0.1 in the first log, 0.5 in the last" in said
-    assert "healthy: 0.1 to 0.7; outside in 5 of 5 logs" in said
-    assert "3 of 4 logged groups: 2 with the highest reward of the run (too easy), 1 with the lowest" in said
+    assert (
+        "Training reward rose from 0.1 to 0.5 in 5 steps (2 minutes); "
+        "look first at the group of step 4 with 1 of 2 right." in said
+    )
+    assert "healthy: 0.1 to 0.7; outside in 5 of 5 logs" in said and "3 of 4 groups" in said
     assert "mean reward +1" in said and "mean reward +0.5" in said
+    # Groups of the last step, lowest reward first, their completions from the best to the worst.
+    assert page["groups"] == [
+        [
+            "step 4",
+            "correct 1advantage +1the needleparsed: the needle",
+            "correct 0advantage -1no needleparsed: no needle",
+        ],
+        ["step 4", *["correct 1advantage 0yesparsed: yes"] * 2],
+    ]
     assert "needle" in page["marks"]
-    assert page["articles"] == len(ROWS) + 2
-    assert sum("needle" in text for text in page["found"]) == len(page["found"]) / 2 == 2  # prompt and text
-    assert page["width"] <= PHONE + ROUNDING
+    assert [text for text in page["found"] if text != "p"] == ["the needle", "no needle"]
+    assert page["width"] <= PHONE + ROUNDING and page["first_completion"] < 844
+
+
+@with_browser
+def test_a_curve_is_drawn_once_and_constants_are_listed(tmp_path):
+    page, _, console = opened(
+        write_report([save_run(tmp_path / "run", LOGS, {}, ROWS)], tmp_path / "report.html"), tmp_path
+    )
+    drawn = ["Reward", "Solve rates: right of 2", "entropy", "seconds of a step, phases on top of each other"]
+    drawn += ["Memory by phase", "custom/words"]
+    assert [title.split("by step")[0].strip() for title in page["titles"]] == drawn
+    assert page["charts"] == len(drawn) and console == ""
+    listed = dict(zip(page["terms"], page["values"], strict=True))
+    assert (listed["rewards/correct/mean"], listed["frac_reward_zero_std"]) == ("as reward", "0.9")
+    assert not {"reward", "custom/words", "entropy"} & set(listed)
+
+
+@with_browser
+def test_a_click_on_a_step_opens_its_groups_and_cursors_move_together(tmp_path):
+    logs = [log | {"entropy": 1e-7 * log["reward"], "custom/words": -54321.5 * log["reward"]} for log in LOGS]
+    page, _, console = opened(
+        write_report([save_run(tmp_path / "run", logs, {}, ROWS)], tmp_path / "report.html"), tmp_path, POINT
+    )
+    # At the first column's lower end p has 0 of 2 right; the cursors of all charts are at that step.
+    assert page["status"] == "step 0: 1 of 2 groups with 0 of 2 right" and console == ""
+    assert page["pointed"] == ["0"] * page["charts"] and page["charts"] > 4
+    assert page["opened"] == ["step 0", "step 0"] and page["sizes"] == [2, 2]
+    labels = {label for label, *_ in page["labels"]}
+    assert "-20000" in labels and "2e-8" in labels and "0.5" in labels
+    assert [label for label in page["labels"] if label[1] < 0 or label[2] > 0] == []
+
+
+def logs_of(rewards, more=lambda share: {}, evaluated=None):
+    """Return logs with these rewards, and metrics by the share of the run that is over."""
+    shares = [at / max(len(rewards) - 1, 1) for at in range(len(rewards))]
+    logs = [
+        {"step": at, "reward": rewards[at - 1], **more(shares[at - 1])} for at in range(1, len(rewards) + 1)
+    ]
+    for at, value in (evaluated or {}).items():
+        logs.insert(min(at, len(logs)), {"step": at, "eval_reward": value})
+    return logs
+
+
+@with_browser
+def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tmp_path):
+    rising, noisy = [0.1 * at for at in range(1, 11)], [0.4, 0.6] * 4 + [0.5, 0.62]
+
+    def clipped(share):
+        return {"completions/clipped_ratio": 0.9}
+
+    def leaving(share):
+        return clipped(share) | {"frac_reward_zero_std": 0.3 + 0.6 * share}
+
+    def answers(*right):
+        steps = zip((0, 10), right, strict=True)
+        return [(at, f"p{i}", "a", float(i < n), 0.0) for at, n in steps for i in range(20)]
+
+    runs = {
+        # 4 of 20 and 16 of 20 right: a standard error of 0.13, and 4 of 20 and 5 of 20
+        "learns": (logs_of(rising, clipped, {0: 0.2, 10: 0.8}), ROWS, answers(4, 16)),
+        "holds": (logs_of(rising, evaluated={0: 0.2, 10: 0.25}), (), answers(4, 5)),
+        "unknown": (logs_of(rising, evaluated={0: 0.2, 10: 0.25}), (), ()),
+        "noise": (logs_of(noisy, clipped), ROWS, ()),
+        "overfits": (logs_of(rising, leaving, {0: 0.6, 3: 0.5, 6: 0.4, 9: 0.3, 10: 0.2}), ROWS, ()),
+        "leaves": (logs_of(rising, leaving), ROWS, ()),
+        "short": (logs_of(rising[:1]), (), ()),
+    }
+    paths = [
+        save_run(tmp_path / name, logs, {}, rows, evaluated) for name, (logs, rows, evaluated) in runs.items()
+    ]
+    page, _, console = opened(write_report(paths, tmp_path / "report.html"), tmp_path)
+    assert console == "" and page["paragraphs"][0] == "learns ends with the highest training reward, 1."
+    said = [text for text in page["paragraphs"] if re.search(r"in \d+ steps", text)]
+    hardest = "look first at the group of step 4 with 1 of 2 right"
+    rose = "raining reward rose from 0.15 to 0.95 in 10 steps"
+    expected = (
+        f"Held-out reward rose from 0.2 to 0.8 and t{rose}; {hardest}.",
+        f"Held-out reward stayed within its noise, from 0.2 to 0.25 and t{rose}.",
+        f"Held-out reward went from 0.2 to 0.25 and t{rose}.",
+        "Training reward stayed within its noise, from 0.5 to 0.56 in 10 steps; "
+        "look first at completions/clipped_ratio, which is outside its healthy range (0.9).",
+        f"Held-out reward fell from 0.6 to 0.2 and t{rose}; look first at the held-out reward.",
+        f"T{rose}; look first at frac_reward_zero_std, which is outside its healthy range (0.9).",
+        "No reward was logged twice in 1 steps.",
+    )
+    assert [re.sub(r" \([\d.]+ minutes\)", "", text) for text in said] == list(expected)
+
+
+@with_browser
+def test_a_page_that_loads_itself_again_keeps_its_place(tmp_path):
+    run = save_run(tmp_path / "run", LOGS, {"beta": 0.04}, ROWS)
+    page, _, console = opened(write_report([run], tmp_path / "report.html", reload=1), tmp_path, RELOAD)
+    assert console == "" and page["is_new"]
+    assert (page["step"], page["open"]) == ("0", ["3 settings"])
+    assert page["scrolled"] > 400 and abs(page["moved"]) <= ROUNDING
 
 
 @with_browser
@@ -298,14 +477,17 @@ def test_runs_are_compared(tmp_path):
 @with_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_many_completions_are_added_as_they_are_read(tmp_path, dark):
-    """Of 20,000 completions, 20 are elements of the page; search finds the others."""
+    """Of 20,000 completions, groups with 20 are elements of the page; search finds the others."""
     rows = [(at // 64, f"p{at % 8}", "word " * 40 + str(at), float(at % 2), 0.5) for at in range(20_000)]
-    rows[-1] = (*rows[-1][:2], "a needle", *rows[-1][3:])
+    rows[0] = (*rows[0][:2], "a needle", *rows[0][3:])
     page, _, console = opened(
-        write_report([save_run(tmp_path / "run", LOGS, {}, rows)], tmp_path / "report.html"), tmp_path, dark
+        write_report([save_run(tmp_path / "run", LOGS, {}, rows)], tmp_path / "report.html"),
+        tmp_path,
+        SEARCH,
+        dark,
     )
-    assert (page["articles"], console) == (20, "")
-    assert "a needle" in page["found"]
+    assert (page["articles"], console) == (5, "")  # step 312 has groups of 4
+    assert page["found"] == ["p0", "a needle"]
     assert page["width"] <= PHONE + ROUNDING
     text, ground = (sum(map(int, re.findall(r"\d+", page[name])[:3])) for name in ("colour", "background"))
     assert (text > ground) == dark, page

@@ -14,23 +14,24 @@ import json
 import math
 import os
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from string import Template
 from typing import Any
 
 from groupwise.commands.report.documented import documentation_of
 from groupwise.commands.report.run_files import RunFiles, SavedCompletion, read_run
 from groupwise.errors import ConfigError
+from groupwise.reporting.metrics_file import replace_file
 from groupwise.reporting.model_card import public_name
 
 _PAGE = Path(__file__).with_name("page")
 #: Settings that differ between runs anyway, and say nothing about them.
 _NAMES_OF_RUNS = {"output_dir", "logging_dir", "run_name", "hub_model_id"}
-#: Prompts in the lists of changed completions and of groups without a gradient.
-CHANGED, WITHOUT_GRADIENT = 20, 20
+#: Prompts in the list of changed completions.
+CHANGED = 20
 
 
 def write_report(
@@ -38,16 +39,35 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     *,
     max_completions: int = 20_000,
+    reload: int = 0,
 ) -> Path:
     """Write a report about the runs in ``directories`` and return its path.
 
     Args:
         directories: output directories of runs.
         output: file; default: ``report.html`` in the only directory, or in the working directory.
-        max_completions: most completions of all runs in the file, evenly spaced.
+        max_completions: most completions of all runs in the file, by whole groups, evenly spaced.
+        reload: seconds after which an open page loads the file again, at the same place; 0: never.
 
     Raises:
         ConfigError: a directory is not that of a run.
+    """
+    target, names = report_path(directories, output, max_completions)
+    runs = dict(zip(names, map(read_run, map(Path, directories)), strict=True))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, report_page(runs, max_completions, reload).encode())
+    return target
+
+
+def report_path(
+    directories: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
+    max_completions: int = 1,
+) -> tuple[Path, list[str]]:
+    """Return the file and the names of the runs, whose directories need not exist yet.
+
+    Raises:
+        ConfigError: see :func:`write_report`.
     """
     paths = [Path(directory) for directory in directories]
     if not paths or max_completions < 1:
@@ -55,12 +75,9 @@ def write_report(
             f"a report needs a directory and max_completions of 1 or more, not {max_completions}"
         )
     target = Path(output or (paths[0] / "report.html" if len(paths) == 1 else "report.html"))
-    page = report_page(dict(zip(_names(paths), map(read_run, paths), strict=True)), max_completions)
     if target.is_dir():
         raise ConfigError(f"output {str(target)!r} is a directory; write {str(target / 'report.html')!r}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
-    return target
+    return target, _names(paths)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -73,12 +90,13 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise ConfigError(f"two directories are the same: {', '.join(map(str, paths))}")
 
 
-def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000) -> str:
+def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000, reload: int = 0) -> str:
     """Return the page of these runs by name."""
     style = _read("uPlot.min.css") + _read("page.css")
     script = _read("uPlot.iife.min.js") + _read("page.js")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
-    data = json.dumps(report_data(runs, max_completions), ensure_ascii=False, separators=(",", ":"))
+    content = report_data(runs, max_completions) | {"reload": reload}
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     page = Template(_read("page.html")).substitute(
         title=html.escape(f"Report: {', '.join(runs)}"),
         policy=f"{policy}; form-action 'none'",
@@ -110,36 +128,28 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
     rows = [(run, row) for run, files in enumerate(runs.values()) for row in files.completions]
     totals = [total for files in runs.values() for total in _totals(files)]
     changed = most_changed(rows, totals)
-    # Evenly spaced, and those that the comparison shows.
-    shown = {i * len(rows) // max_completions for i in range(max_completions)}
-    kept = sorted(shown | {row for first, last, _ in changed for row in (first, last)})
-    kept = kept if len(rows) > max_completions else list(range(len(rows)))
+    kept = _kept(rows, max_completions, {row for first, last, _ in changed for row in (first, last)})
     place = {row: position for position, row in enumerate(kept)}
     prompts: dict[str, int] = {}  # each text once, by its position
 
     def prompt_index(prompt: str) -> int:
         return prompts.setdefault(prompt, len(prompts))
 
+    right, shares = right_or_wrong(rows, totals)
     described = []
     for index, (name, files) in enumerate(runs.items()):
-        mine = [(row, total) for (run, row), total in zip(rows, totals, strict=True) if run == index]
-        without_gradient = groups_without_gradient([row for row, _ in mine], [total for _, total in mine])
-        without_gradient["prompts"] = [
-            (prompt_index(prompt), *rest) for prompt, *rest in without_gradient["prompts"]
-        ]
+        mine = [share for (run, _), share in zip(rows, shares, strict=True) if run == index]
         described.append(
             {
                 "name": name,
                 "model": public_name(str(files.settings.get("model") or "")),
                 "checkpoints": files.checkpoints,
                 "completions": len(files.completions),
-                "without_gradient": without_gradient,
-                "groups": group_spread([row for row, _ in mine], [total for _, total in mine]),
+                "rates": solve_rates(files.completions, mine),
                 **_log_columns(files.logs),
             }
         )
     names = {name for run in described for name in run["logs"]}
-    functions = dict.fromkeys(name for _, row in rows for name in row.rewards)
     differing, common = _compared([files.settings for files in runs.values()])
     return {
         "runs": described,
@@ -151,6 +161,7 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
             for first, last, change in changed
         ],
         "omitted": len(rows) - len(kept),
+        "right": right,
         "completions": {
             "run": [rows[i][0] for i in kept],
             "mode": [rows[i][1].mode for i in kept],
@@ -159,7 +170,9 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
             "text": [rows[i][1].text for i in kept],
             "total": [_short(totals[i]) for i in kept],
             "advantage": [_short(rows[i][1].advantage) for i in kept],
-            "rewards": {name: [_short(rows[i][1].rewards.get(name)) for i in kept] for name in functions},
+            "rewards": {
+                name: [_short(rows[i][1].rewards.get(name)) for i in kept] for name in _functions(rows)
+            },
             "extra": [" · ".join(f"{name}: {v}" for name, v in rows[i][1].extra.items()) for i in kept],
         },
         "prompts": list(prompts),  # complete only now
@@ -251,70 +264,63 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _groups(
-    rows: Sequence[SavedCompletion], totals: Sequence[float | None]
-) -> dict[tuple[int, str], list[tuple[float, float | None]]]:
-    """Return (advantage, reward) of training completions by step and prompt, without groups of one."""
-    groups: dict[tuple[int, str], list[tuple[float, float | None]]] = {}
-    for row, total in zip(rows, totals, strict=True):
-        if row.mode == "train":
-            groups.setdefault((row.step, row.prompt), []).append((row.advantage, total))
-    return {key: group for key, group in groups.items() if len(group) > 1}
+def right_or_wrong(
+    rows: Sequence[tuple[int, SavedCompletion]], totals: Sequence[float | None]
+) -> tuple[dict[str, Any], list[float | None]]:
+    """Scale the reward that tells right from wrong to 0 and 1.
 
-
-def groups_without_gradient(
-    rows: Sequence[SavedCompletion], totals: Sequence[float | None]
-) -> dict[str, Any]:
-    """Count the groups of a run without any advantage, by their reward.
+    That is the total if it has at most two values, or else the function with two whose mean is lowest;
+    without one, the total from its lowest to its highest value.
 
     Returns:
-        the numbers of ``groups``, of those with ``equal`` rewards, and of those with the run's ``best`` or
-        ``worst`` reward; ``prompts``: (prompt, times, times sampled, mean reward) of the most frequent.
+        ``name`` of the function, "" for the total, its rewards ``low`` and ``high`` of 0 and 1, ``binary``;
+        the scaled reward of every completion, None without one.
     """
-    groups = _groups(rows, totals)
-    known = [total for total in totals if total is not None]
-    counts, times, sampled = Counter[str](), Counter[str](), Counter[str]()
-    rewards: dict[str, list[float | None]] = {}
-    for (_, prompt), group in groups.items():
-        sampled[prompt] += 1
-        if any(abs(advantage) > 1e-8 for advantage, _ in group):
-            continue
-        total = group[0][1]
-        times[prompt] += 1
-        rewards.setdefault(prompt, []).append(total)
-        counts[
-            "best"
-            if total == max(known, default=None)
-            else "worst"
-            if total == min(known, default=None)
-            else "other"
-        ] += 1
-    prompts = [
-        (prompt, count, sampled[prompt], _short(_mean(rewards[prompt])))
-        for prompt, count in times.most_common(WITHOUT_GRADIENT)
-    ]
-    return {
-        "groups": len(groups),
-        "equal": sum(counts.values()),
-        "best": counts["best"],
-        "worst": counts["worst"],
-        "prompts": prompts,
-    }
+    values = [None if _short(total) is None else total for total in totals]  # no infinities
+    columns = {name: [row.rewards.get(name) for _, row in rows] for name in _functions(rows)}
+    two_values = [name for name, column in columns.items() if len({*column} - {None}) == 2]
+    name = min(two_values, key=lambda name: _mean(columns[name]) or 0.0, default="")
+    name = "" if len({*values} - {None}) <= 2 else name
+    values = columns[name] if name else values
+    known = {value for value in values if value is not None}
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    low = low if low < high else min(low, 0.0)  # a single value above 0 is right
+    shares = [None if value is None else (value - low) / ((high - low) or 1.0) for value in values]
+    return {"name": name, "low": low, "high": high, "binary": len(known) <= 2}, shares
 
 
-def group_spread(rows: Sequence[SavedCompletion], totals: Sequence[float | None]) -> dict[str, list[Any]]:
-    """Return median, 10 % and 90 % quantile of the groups' mean rewards by step of a run."""
-    means: dict[int, list[float]] = {}
-    for (step, _), group in _groups(rows, totals).items():
-        if (mean := _mean(total for _, total in group)) is not None:
-            means.setdefault(step, []).append(mean)
-    spread: dict[str, list[Any]] = {"step": [], "low": [], "median": [], "high": []}
-    for step, values in sorted(means.items()):
-        if len(values) > 1:
-            cuts = statistics.quantiles(values, n=10, method="inclusive")
-            for name, value in zip(spread, (step, cuts[0], cuts[4], cuts[8]), strict=True):
-                spread[name].append(_short(value))
-    return spread
+def _functions(rows: Iterable[tuple[int, SavedCompletion]]) -> list[str]:
+    return list(dict.fromkeys(name for _, row in rows for name in row.rewards))
+
+
+def solve_rates(rows: Sequence[SavedCompletion], shares: Sequence[float | None]) -> dict[str, Any]:
+    """Count the groups of every training step, of two or more, by the number of their right completions.
+
+    Returns:
+        ``step``; ``counts``: per step, the groups with 0, 1, ... ``size`` right; ``size``: the usual size of
+        a group, at most 16, to which others are scaled.
+    """
+    groups: dict[tuple[int, str], list[float]] = {}
+    for row, share in zip(rows, shares, strict=True):
+        if row.mode == "train" and share is not None:
+            groups.setdefault((row.step, row.prompt), []).append(share)
+    groups = {key: group for key, group in groups.items() if len(group) > 1}
+    sizes = Counter(map(len, groups.values()))
+    size = min(sizes.most_common(1)[0][0], 16) if sizes else 1
+    counts: dict[int, list[int]] = {step: [0] * (size + 1) for step in sorted({step for step, _ in groups})}
+    for (step, _), group in groups.items():
+        counts[step][round(size * fmean(group))] += 1
+    return {"size": size, "step": list(counts), "counts": list(counts.values())}
+
+
+def _kept(rows: Sequence[tuple[int, SavedCompletion]], most: int, also: set[int]) -> list[int]:
+    """Return the rows of evenly spaced groups, about ``most``, and the rows ``also``."""
+    groups: dict[tuple[int, str, int, str], list[int]] = {}
+    for i, (run, row) in enumerate(rows):
+        groups.setdefault((run, row.mode, row.step, row.prompt), []).append(i)
+    members = list(groups.values())
+    count = min(max(most * len(groups) // max(len(rows), 1), 1), len(groups))
+    return sorted(also.union(*(members[i * len(groups) // count] for i in range(count))))
 
 
 def _compared(

@@ -88,6 +88,19 @@ def read_run(directory: Path) -> RunFiles:
     return RunFiles(directory, logs, settings, checkpoints, completions)
 
 
+def changes_of(directory: Path) -> list[tuple[str, int, int]]:
+    """Return path, time of the last change and size of the files that :func:`read_run` reads."""
+    names = (
+        METRICS_FILE,
+        SETTINGS_FILE,
+        _STATE,
+        f"checkpoint-*/{_STATE}",
+        "completions*/completions_*.parquet",
+    )
+    files = [(path, path.stat()) for name in names for path in sorted(directory.glob(name))]
+    return [(str(path), stat.st_mtime_ns, stat.st_size) for path, stat in files]
+
+
 def _steps_of(states: Iterator[Path]) -> Iterator[int]:
     for state in states:
         if found := re.fullmatch(r"checkpoint-(\d+)", state.parent.name):
