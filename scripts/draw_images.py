@@ -403,8 +403,8 @@ def terminal() -> str:
     table, seconds = LogTable(), []
     for position, log in enumerate(run["logs"], 1):
         seconds.append(log["step_time"])
-        to_go = fmean(seconds) * (run["max_steps"] - log["step"])
-        line = Text.assemble(*table.lines(log, log["step"], to_go, width=118))
+        eta = fmean(seconds) * (run["max_steps"] - log["step"])
+        line = Text.assemble(*table.lines(log, log["step"], eta, width=118))
         line.rstrip()
         console.print(line, soft_wrap=True)
         if position == len(run["logs"]) // 2 + 1:

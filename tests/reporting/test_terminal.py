@@ -63,7 +63,7 @@ def test_a_line_has_the_values_under_their_titles():
         "train": "5.2",  # log-probs included
         "step s": "12.3",
         "custom/words": "7",
-        "to go": "3:10",
+        "ETA": "3:10",
     }.items():
         end = re.search(rf"(?<!\S){re.escape(title)}(?!\S)", header).end()
         assert line[:end].split(" ")[-1] == value, title

@@ -82,7 +82,7 @@ class LogTable:
 
     ::
 
-         step  reward       last 20 logs          length zero std  entropy    grad  step s   to go
+         step  reward       last 20 logs          length zero std  entropy    grad  step s     ETA
            12   0.531 ±0.21 ▁▂▃▅▆█                  43.2      25%     1.23    0.84    12.3    3:10
 
     "zero std" is the share of groups whose rewards are equal, which have no gradient.
@@ -99,12 +99,12 @@ class LogTable:
         self._header = ""
 
     def lines(
-        self, logs: Logs, step: int, to_go: float | None, *, width: int | None = None, encoding: str = "utf-8"
+        self, logs: Logs, step: int, eta: float | None, *, width: int | None = None, encoding: str = "utf-8"
     ) -> list[tuple[str, str]]:
         """Return (text, style) of the parts of the next lines: a header where one is due, then the log.
 
         Args:
-            to_go: seconds until the end of training; None if unknown.
+            eta: seconds until the end of training; None if unknown.
             width: characters of a line; columns that do not fit are left out. None: no limit.
             encoding: of the output; the sparkline is ASCII where it cannot hold blocks.
         """
@@ -113,7 +113,7 @@ class LogTable:
         trend = sparkline(self.rewards, encoding)
         extra = [Column(name, max(len(name), 7), _number(name), "magenta") for name in self.extra]
         curve = Column(f"last {TREND} logs", -TREND, lambda _: trend, "cyan")
-        end = Column("to go", 8, lambda _: "-" if to_go is None else clock(to_go), "dim")
+        end = Column("ETA", 8, lambda _: "-" if eta is None else clock(eta), "dim")
         columns = [
             Column("step", 6, lambda _: str(step), "dim"),
             Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), "bold"),
@@ -250,7 +250,7 @@ class _LogLines(TrainerCallback):
             width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
             encoding = getattr(file, "encoding", None) or "utf-8"
             parts = self.table.lines(
-                logs, state.global_step, self._to_go(state), width=width, encoding=encoding
+                logs, state.global_step, self._eta(state), width=width, encoding=encoding
             )
             parts.append(("\n", ""))
             if log_completions:
@@ -274,7 +274,7 @@ class _LogLines(TrainerCallback):
                 WITHOUT_GRADIENT,
             )
 
-    def _to_go(self, state: State) -> float | None:
+    def _eta(self, state: State) -> float | None:
         """Return the seconds that the remaining steps take at the mean speed so far."""
         if self.began is None or state.global_step <= self.began[1]:
             return None

@@ -60,7 +60,7 @@ def test_a_step_that_leaves_the_record_has_exit_code_1(trained, tmp_path, capfd)
     path.write_bytes(gzip.compress(content.getvalue()))
     assert main(["replay", "out", "--step", "1"]) == 1
     assert logging.getLogger("groupwise").level != logging.ERROR  # only during the replay
-    assert "step 1 leaves the record at the loss: recorded " in capfd.readouterr().out
+    assert "step 1 diverges from the record at the loss: recorded " in capfd.readouterr().out
 
 
 def test_a_step_without_a_record_is_said_and_has_exit_code_1(trained, tmp_path, capfd):

@@ -260,7 +260,7 @@ def test_a_changed_token_of_the_generation_is_named(tmp_path, tiny):
     assert (found.quantity, found.recorded) == ("token", changed["was"]) and found.replayed in (5, 6)
     assert found.place == "row 2 (prompt 1), token 1"
     assert str(second).startswith(
-        "step 2 leaves the record at the token of row 2 (prompt 1), token 1: recorded"
+        "step 2 diverges from the record at the token of row 2 (prompt 1), token 1: recorded"
     )
 
 

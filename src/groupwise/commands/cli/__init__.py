@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the end of a pipe that reads its output (``| head``) ends it without an error.
 
     Returns:
-        Exit code: 0; 1 if ``doctor`` found a problem, a replay leaves its record or a run of a sweep failed;
-        2 for invalid input, with the message on standard error and no traceback unless ``--traceback`` is
-        given; 130 if interrupted.
+        Exit code: 0; 1 if ``doctor`` found a problem, a replay diverges from its record or a run of a sweep
+        failed; 2 for invalid input, with the message on standard error and no traceback unless
+        ``--traceback`` is given; 130 if interrupted.
     """
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Replay a step, or write a bundle; exit code 1 if the step leaves the record or has none."""
+    """Replay a step, or write a bundle; exit code 1 if the step diverges from the record or has none."""
     options = _parser().parse_args(list(arguments))
     from groupwise.commands.replay import replay
     from groupwise.commands.replay.bundle import open_recording, write_bundle

@@ -128,7 +128,7 @@ class StepComparison:
 
     def __str__(self) -> str:
         if self.first is not None:
-            return f"step {self.step} leaves the record at the {self.first}"
+            return f"step {self.step} diverges from the record at the {self.first}"
         values = ", ".join(
             f"{count} {name}{'s' * (count > 1)}" for name, count in self.compared.items() if count
         )
