@@ -6,9 +6,11 @@ import ast
 import inspect
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import setting_guides
 from memory_table import memory_section
 from metric_tables import metric_tables
 from objective_tables import objective_tables
@@ -36,6 +38,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS.parent / "README.md": readme(),
         **{DOCS / f"{name}.md": with_first_run(name) for name in ("getting_started", "agents", "vlm")},
+        DOCS / "api.md": with_generated_part("api.md", api_index()),
         DOCS / "configuration.md": configuration_page(),
         DOCS / "examples.md": with_generated_part("examples.md", examples_table()),
         DOCS / "metrics.md": metrics_page(),
@@ -47,6 +50,16 @@ def pages() -> dict[Path, str]:
         DOCS / "reading.md": reading_page(START, END),
         DOCS / "recipes.md": with_generated_part("recipes.md", recipe_table()),
     }
+
+
+def api_index() -> str:
+    """Return the names on the page of the API by section, as links."""
+    lines = []
+    for section in (DOCS / "api.md").read_text().split("\n## ")[1:]:
+        names = re.findall(r"^::: (\S+)", section, flags=re.MULTILINE)
+        links = " · ".join(f"[`{name.rpartition('.')[2]}`](#{name})" for name in names)
+        lines.append(f"- **{section.partition(chr(10))[0]}**: {links}")
+    return "\n".join(lines)
 
 
 def examples_table() -> str:
@@ -101,12 +114,15 @@ def configuration_page() -> str:
         "*generation*, or with the next *run*. A setting without it is read when the trainer is built:",
         "assigning the attribute is an error; a change of `trainer.args` is logged and taken back.",
         "",
+        "Each setting ends with its guide and its name in the `GRPOConfig` of TRL 1.16.0, where",
+        "[a few defaults](migrating.md#defaults) differ.",
+        "",
         START,
     ]
     for title, names in field_groups().items():
         lines += ["", f"## {title}"]
         for name in names:
-            lines += _field_entry(name)
+            lines += _field_entry(name, title)
     lines += ["", "## Fields of TrainingArguments", ""]
     lines += [
         "Their defaults are unchanged. Here are those with a constraint, or a meaning of their own; the"
@@ -136,7 +152,7 @@ def field_groups() -> dict[str, list[str]]:
     return groups
 
 
-def _field_entry(name: str) -> list[str]:
+def _field_entry(name: str, group: str) -> list[str]:
     """Return the lines of a field that GRPOConfig declares."""
     from groupwise.config.grpo_config import GRPOConfig
 
@@ -144,16 +160,16 @@ def _field_entry(name: str) -> list[str]:
     hint = typing.get_type_hints(GRPOConfig)[name]
     kind = getattr(hint, "__name__", str(hint)) if isinstance(hint, type) else str(hint)
     kind = kind.replace("dict[str, typing.Any] | str", "dict").replace(" | ", " or ")
-    return _entry(name, setting, [kind, f"default `{default!r}`"])
+    return _entry(name, setting, [kind, f"default `{default!r}`"], setting_guides.links(name, group))
 
 
-def _entry(name: str, setting: Setting, facts: list[str]) -> list[str]:
-    """Return an entry of a definition list: the name, its meaning, and a line of facts.
+def _entry(name: str, setting: Setting, facts: list[str], links: Sequence[str] = ()) -> list[str]:
+    """Return an entry of a definition list: the name, its meaning, and a line of facts and links.
 
     Without blank lines inside, a renderer that does not know definition lists shows it as one paragraph.
     """
     facts = [*facts, _escaped(setting.allowed)] if setting.allowed else facts
-    facts = [*facts, f"changes: {setting.changes}"] if setting.changes else facts
+    facts = [*facts, *([f"changes: {setting.changes}"] if setting.changes else []), *links]
     meaning = [f":   {_escaped(setting.description)}"] if setting.description else []
     return ["", f"`{name}`", *meaning, *([f":   {' · '.join(facts)}"] if facts else [])]
 

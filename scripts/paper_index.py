@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from setting_guides import slug
+
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "papers"
 
 #: Sections of the page and their recipes, in order.
@@ -143,12 +145,22 @@ def one_line(text: str) -> str:
 
 def papers_page() -> str:
     """Return the Markdown of the page."""
-    parts = [INTRODUCTION.rstrip()]
+    parts = [INTRODUCTION.rstrip(), "\n".join(index())]
     for title, names in SECTIONS.items():
         parts += [f"## {title}", *(section(read(name)) for name in names)]
     parts += ["## TRL's paper index", TRL_INTRODUCTION, "\n".join(trl_table())]
     parts += ["## Without a recipe", "\n".join(table(("method", "reason"), WITHOUT_RECIPE.items()))]
     return "\n\n".join(parts) + "\n"
+
+
+def index() -> list[str]:
+    """Return the recipes by section, as links to their headings."""
+    lines = []
+    for title, names in SECTIONS.items():
+        titles = [read(name).title for name in names]
+        links = [f"[{title.partition(': ')[0]}](#{slug(title)})" for title in titles]
+        lines.append(f"- **[{title}](#{slug(title)})**: {' · '.join(links)}")
+    return lines
 
 
 def section(recipe: Recipe) -> str:

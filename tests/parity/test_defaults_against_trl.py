@@ -12,7 +12,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import generate_docs
 import pytest
+import setting_guides
 import yaml
 from support.configs import messages
 from transformers import HfArgumentParser
@@ -60,6 +62,8 @@ def test_the_version_is_the_one_that_is_compared():
 
 def test_every_field_of_trl_exists():
     assert set(defaults(trl.GRPOConfig)) <= set(defaults(GRPOConfig))
+    own = {name for names in generate_docs.field_groups().values() for name in names}
+    assert own - set(defaults(trl.GRPOConfig)) == setting_guides.NOT_IN_TRL
 
 
 def test_table_of_defaults_that_differ():
