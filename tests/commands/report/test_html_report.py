@@ -437,7 +437,7 @@ def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tm
     ]
     page, _, console = opened(write_report(paths, tmp_path / "report.html"), tmp_path)
     assert console == "" and page["paragraphs"][0] == "learns ends with the highest training reward, 1."
-    said = [text for text in page["paragraphs"] if re.search(r"in \d+ steps", text)]
+    said = [text for text in page["paragraphs"] if re.search(r"in \d+ step", text)]
     hardest = "look first at the group of step 4 with 1 of 2 right"
     rose = "raining reward rose from 0.15 to 0.95 in 10 steps"
     expected = (
@@ -448,7 +448,7 @@ def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tm
         "look first at completions/clipped_ratio, which is outside its healthy range (0.9).",
         f"Held-out reward fell from 0.6 to 0.2 and t{rose}; look first at the held-out reward.",
         f"T{rose}; look first at frac_reward_zero_std, which is outside its healthy range (0.9).",
-        "No reward was logged twice in 1 steps.",
+        "No reward was logged twice in 1 step.",
     )
     assert [re.sub(r" \([\d.]+ minutes\)", "", text) for text in said] == list(expected)
 

@@ -82,7 +82,7 @@
   function extent() {
     const known = data.runs.flatMap((run) => [...(axis === "step" ? run.step : run.minutes), ...run.rates.step.map((step) => place(run, step))])
       .filter((x) => x != null);
-    return [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))];
+    return known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [];
   }
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
@@ -95,7 +95,8 @@
   }
   /**
    * Draw lines into a box; cursors and enlarged parts of all charts move together, a click opens the groups of a step.
-   * lines(): [{label, colour, x, y, low, high, dash}], called again when the axis changes; low and high are a band.
+   * lines(): [{label, colour, x, y, low, high, dash, value}], called again when the axis changes; low and high are a band,
+   * value() is shown in place of y.
    */
   function chart(parent, title, lines, { height = 180, note = "", y = null, unit = false, under = null, values = null, status = null, run = null } = {}) {
     const box = parent.appendChild(el("div", { className: "box chart" }, el("h3", {}, title), note && faint(note)));
@@ -103,10 +104,13 @@
     const draw = () => {
       if (plot) plot.destroy();
       // Without a cursor the legend has the last values.
-      const text = (u, value, series, at) => number(at == null ? [...u.data[series]].reverse().find((one) => one != null) : value);
-      const tables = [[extent()]], series = [{ label: axis, value: text }], bands = [];
+      const text = (scaled = (value) => value) => (u, value, series, at) => {
+        const shown = at == null ? [...u.data[series]].reverse().find((one) => one != null) : value;
+        return number(shown == null ? null : scaled(shown));
+      };
+      const tables = [[extent()]], series = [{ label: axis, value: text() }], bands = [];
       for (const line of lines().filter((one) => one.x.length)) {
-        const one = { label: line.label, stroke: line.colour, width: 2, spanGaps: true, dash: line.dash, points: { show: line.x.length < 40 }, value: text };
+        const one = { label: line.label, stroke: line.colour, width: 2, spanGaps: true, dash: line.dash, points: { show: line.x.length < 40 }, value: text(line.value) };
         tables.push([line.x, line.y]);
         series.push(one);
         if (line.low) {
@@ -226,7 +230,8 @@
       first = [`the ${row[right] > 1 ? `${row[right]} groups` : "group"} of step ${last} with ${which}`, () => openStep(last, i)];
     }
     const link = first && el("a", { href: "#", onclick: (event) => { event.preventDefault(); first[1](); } }, first[0]);
-    return [`${text[0].toUpperCase()}${text.slice(1)} in ${run.step[run.step.length - 1] ?? last ?? 0} steps${minutes ? ` (${number(minutes)} minutes)` : ""}`,
+    const steps = run.step[run.step.length - 1] ?? last ?? 0;
+    return [`${text[0].toUpperCase()}${text.slice(1)} in ${steps} step${steps === 1 ? "" : "s"}${minutes ? ` (${number(minutes)} minutes)` : ""}`,
       ...(link ? ["; look first at ", link, "."] : ["."])];
   }
 
@@ -269,12 +274,14 @@
     const status = faint();
     const idle = narrow ? "stronger colour: more groups; a tap opens those of a step" : "A column per step; a stronger colour: more of its groups. A click opens the groups of a step below.";
     const nearest = (x) => step.reduce((best, at, k) => (Math.abs(place(run, at) - x) < Math.abs(place(run, step[best]) - x) ? k : best), 0);
-    const of = (level) => (binary ? `${level} of ${size} right` : `a mean reward near ${number(low + ((high - low) * level) / size)}`);
+    const scaled = (level) => (binary ? level : low + ((high - low) * level) / size);
+    const of = (level) => (binary ? `${level} of ${size} right` : `a mean reward near ${number(scaled(level))}`);
     const cells = (u) => {
       const edge = (x) => Math.min(Math.max(u.valToPos(x, "x", true), u.bbox.left), u.bbox.left + u.bbox.width);
       const xs = step.map((at) => place(run, at));
       xs.forEach((x, k) => {
-        const left = edge(k ? (x + xs[k - 1]) / 2 : -Infinity), right = edge(k + 1 < xs.length ? (x + xs[k + 1]) / 2 : Infinity);
+        const before = k ? x - xs[k - 1] : (xs[1] ?? x + 1) - x, after = k + 1 < xs.length ? xs[k + 1] - x : before;
+        const left = edge(x - before / 2), right = edge(x + after / 2);
         const total = counts[k].reduce((a, b) => a + b, 0);
         counts[k].forEach((count, level) => {
           const top = u.valToPos(level + 0.5, "y", true), bottom = u.valToPos(level - 0.5, "y", true);
@@ -283,15 +290,15 @@
         });
       });
     };
-    const mean = () => [{ label: binary ? `mean, of ${size} right` : "mean level", colour: css("--ink"), x: step.map((at) => place(run, at)),
+    const mean = () => [{ label: binary ? `mean, of ${size} right` : "mean", value: scaled, colour: css("--ink"), x: step.map((at) => place(run, at)),
       y: counts.map((row) => row.reduce((a, count, level) => a + count * level, 0) / row.reduce((a, b) => a + b, 0)) }];
     const show = (u) => {
       const { left, top } = u.cursor, k = left >= 0 ? nearest(u.posToVal(left, "x")) : -1;
       const level = Math.round(u.posToVal(top, "y"));
-      const few = counts[k]?.map((count, right) => count && `${count} × ${binary ? right : number(low + ((high - low) * right) / size)}`).filter(Boolean).join(", ");
-      status.textContent = k < 0 ? idle : `step ${step[k]}: ` + (counts[k][level] ? `${counts[k][level]} of ${counts[k].reduce((a, b) => a + b, 0)} groups with ${of(level)}` : few);
+      const total = counts[k]?.reduce((a, b) => a + b, 0);
+      status.textContent = k < 0 ? idle : `step ${step[k]}: ${counts[k][level] ? `${counts[k][level]} of ` : ""}${total} groups${counts[k][level] ? ` with ${of(level)}` : ""}`;
     };
-    const ticks = { splits: () => [...new Set([0, 1, 2, 3, 4].map((k) => Math.round((size * k) / 4)))], values: (_, marks) => marks.map((mark) => (binary ? String(mark) : number(low + ((high - low) * mark) / size))) };
+    const ticks = { splits: () => [...new Set([0, 1, 2, 3, 4].map((k) => Math.round((size * k) / 4)))], values: (_, marks) => marks.map((mark) => number(scaled(mark))) };
     const title = `${several ? `${run.name}: ` : ""}Solve rates: ${binary ? `right of ${size}` : "mean reward of a group"}${name ? ` (${name})` : ""}`;
     const box = chart(page, title, mean, { height: narrow ? 120 : 190, y: () => [-0.5, size + 0.5], under: cells, values: ticks, status: show, run: i });
     box.classList.add("rates");
@@ -376,7 +383,7 @@
   function group(members) {
     const sorted = [...members].sort((a, b) => (rows.total[b] ?? -Infinity) - (rows.total[a] ?? -Infinity) || rows.advantage[b] - rows.advantage[a]);
     return el("article", { className: "box" }, el("div", { className: "row" }, el("strong", {}, where(members[0])),
-      members.length > 1 ? el("span", {}, `mean reward ${number(reward(members))} of ${members.length}`) : null),
+      members.length > 1 ? el("span", {}, `${members.length} completions, mean ${number(reward(members))}`) : null),
       prompt(rows.prompt[members[0]]), sorted.map((i) => el("div", { className: "completion" }, scores(i),
         el("pre", {}, rows.text[i] || "(empty completion)"), rows.extra[i] ? faint(rows.extra[i]) : null)));
   }
@@ -425,7 +432,7 @@
   }
 
   function browser() {
-    if (!rows.text.length) return;
+    if (!rows.text.length) return void page.append(faint("log_completions=True would add solve rates and the groups of every step."));
     const body = section("Completions", data.omitted ? `${rows.text.length} of ${rows.text.length + data.omitted} logged completions, in evenly spaced groups.` : "");
     const list = el("div"), status = faint("");
     let chosen = null, found = [], shown = 0;
@@ -506,6 +513,7 @@
     details.firstChild.textContent = `${grid.childElementCount} further metrics`;
     details.hidden = !grid.childElementCount;
     same.hidden = !folded.length;
+    if (details.hidden && same.hidden) body.parentElement.remove();
   }
 
   page.replaceChildren();
