@@ -240,7 +240,7 @@ def picture(output: Path) -> None:
         page = f"file://{write_report([output]).resolve()}"
         options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1100"]
         subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
-        Image.open(REPORT).convert("RGB").quantize(64).save(REPORT, optimize=True)
+        Image.open(REPORT).convert("RGB").quantize(128).save(REPORT, optimize=True)
 
 
 def record_accuracies(seeds: list[int]) -> None:

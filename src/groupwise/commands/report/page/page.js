@@ -4,6 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const page = document.getElementById("page");
   const COLOURS = ["#3b82f6", "#ef7d3b", "#22a06b", "#c0559b", "#a17c16", "#06a3b7", "#8b6cf0", "#dc4c64"];
+  const STEPS = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((one) => [one, 2 * one, 5 * one]); // between marks of an axis
   const PAGE = 20; // completions that one click adds to the list, by whole groups
   const several = data.runs.length > 1;
   const narrow = innerWidth < 700;
@@ -125,7 +126,7 @@
       const grid = { stroke: () => css("--faint"), width: 0.2 };
       const room = (u, marks) => Math.max(44, 20 + Math.max(0, ...(marks || []).map((mark) => 7 * mark.length)));
       const axes = [
-        { stroke: () => css("--faint"), grid, ticks: grid, size: 32 },
+        { stroke: () => css("--faint"), grid, ticks: grid, size: 32, ...(axis === "step" ? { incrs: STEPS } : {}) },
         { stroke: () => css("--faint"), grid, ticks: grid, size: room, values: (_, marks) => marks.map(number), ...values },
       ];
       plot = new uPlot({ width: box.clientWidth - 24, height, series, bands, axes,
@@ -272,7 +273,7 @@
     const { step, counts, size } = run.rates, { name, low, high, binary } = data.right;
     if (!step.length) return;
     const status = faint();
-    const idle = narrow ? "stronger colour: more groups; a tap opens those of a step" : "A column per step; a stronger colour: more of its groups. A click opens the groups of a step below.";
+    const idle = narrow ? "a tap opens the groups of a step" : "A column per step; a stronger colour: more of its groups. A click opens the groups of a step below.";
     const nearest = (x) => step.reduce((best, at, k) => (Math.abs(place(run, at) - x) < Math.abs(place(run, step[best]) - x) ? k : best), 0);
     const scaled = (level) => (binary ? level : low + ((high - low) * level) / size);
     const of = (level) => (binary ? `${level} of ${size} right` : `a mean reward near ${number(scaled(level))}`);
