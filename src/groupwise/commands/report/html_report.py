@@ -267,7 +267,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def right_or_wrong(
     rows: Sequence[tuple[int, SavedCompletion]], totals: Sequence[float | None]
 ) -> tuple[dict[str, Any], list[float | None]]:
-    """Scale the reward that tells right from wrong to 0 and 1.
+    """Scale the reward that separates right from wrong to 0 and 1.
 
     That is the total if it has at most two values, or else the function with two whose mean is lowest;
     without one, the total from its lowest to its highest value.
