@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, TrainerCallback
 
 from groupwise.agents.loop import AgentLoop
 from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop, make_agents
@@ -127,6 +127,8 @@ class GRPOTrainer(
         environment_factory: makes environments for the rollouts, or names and what makes theirs.
         rollout_func: ``rollout_func(prompts, trainer)`` replaces generation.
         backend: a ``GenerationBackend``, or the name of a registered one; None: the settings choose.
+        compute_metrics: called at the end of an evaluation, as in ``Trainer``, with lists of all completions
+            (``predictions``), their dataset rows (``label_ids``) and prompts (``inputs``).
 
     Raises:
         ConfigError: settings, data or models that cannot be trained with.
@@ -162,6 +164,7 @@ class GRPOTrainer(
         rollout_func: RolloutFunction | None = None,
         environment_factory: Any = None,
         backend: str | GenerationBackend | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
     ) -> None:
         self.check_overrides()
         args = check_arguments(model, args, self.config_class)
@@ -199,6 +202,7 @@ class GRPOTrainer(
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            compute_metrics=compute_metrics,
         )
         self._settings_before = take_snapshot(args)
         self.reward_funcs, self.reward_processing_classes = reward_funcs, reward_processing_classes
@@ -508,7 +512,7 @@ class GRPOTrainer(
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
             self.backend.release()
-            self.evaluation.add(rollouts, rewards, self.args)
+            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics)
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             num_padding_rows = len(inputs) - rewards.num_valid
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)

@@ -12,6 +12,7 @@ from datasets import Dataset
 from support.runs import WORDS, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, register_aggregation
+from groupwise.errors import RewardError
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
 
@@ -88,6 +89,32 @@ def test_step_rewards_are_evaluated_by_their_sum(tmp_path):
     (path,) = Path(tmp_path, "steps", "completions").glob("*.parquet")
     table = Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
     assert set(table["stepwise"]) <= {0.0, 1.0} and len(table) == 4
+
+
+@pytest.mark.parametrize("ks", [None, [1]])
+def test_compute_metrics_gets_all_completions_with_their_rows_and_prompts(tmp_path, ks):
+    given = []
+
+    def count(prediction):
+        given.append(prediction)
+        first = [row["number"] for row in prediction.label_ids]
+        prediction.label_ids[0]["number"] = 99  # a copy
+        return {"words": len(prediction.predictions), "eval_first": first[0], "last": first[-1]}
+
+    run = run_of(tmp_path, eval_pass_at_k=ks, compute_metrics=count)
+    metrics = run.evaluate()  # 12 rows in batches of 8
+    assert (metrics["eval_words"], metrics["eval_first"], metrics["eval_last"]) == (12, 0, 2)
+    assert ("eval_pass@1" in metrics) == (ks is not None) and len(given) == 1
+    assert given[0].inputs == [word for word in WORDS[:3] for _ in range(4)]
+    assert given[0].predictions[:4] == [tokenizer().decode([4 + i]) for i in range(4)]
+    assert run.evaluate()["eval_first"] == 0
+    assert run.evaluate(metric_key_prefix="test")["test_words"] == 12
+
+
+@pytest.mark.parametrize("result", [[1.0], {"accuracy": "high"}])
+def test_what_compute_metrics_may_return(tmp_path, result):
+    with pytest.raises(RewardError, match=r"compute_metrics returned .*; allowed: a dictionary of numbers"):
+        run_of(tmp_path, compute_metrics=lambda prediction: result).evaluate()
 
 
 def test_no_pass_at_k_metrics_by_default(tmp_path):

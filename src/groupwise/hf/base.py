@@ -52,7 +52,7 @@ from groupwise.records import MicroBatch, Mode
 from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.dashboards import TrackioAlertsCallback
-from groupwise.reporting.evaluation import EvaluationMetrics
+from groupwise.reporting.evaluation import ComputeMetrics, EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.terminal import show_log_lines
@@ -117,6 +117,7 @@ class BaseTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
+        compute_metrics: ComputeMetrics | None,
     ) -> None:
         check_optimizer(optimizers[0], model.named_parameters(), optimizers[1])
         saved_use_cache = getattr(getattr(model, "config", None), "use_cache", None)
@@ -129,6 +130,7 @@ class BaseTrainer(Trainer):
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
+            compute_metrics=compute_metrics,
         )
         # Trainer sets it to False, and checkpoints would have that; every forward here passes the argument.
         if saved_use_cache is not None:
@@ -379,7 +381,9 @@ class BaseTrainer(Trainer):
             if averaged:  # training samples from other weights, at the same step
                 self.backend.invalidate_weights()
         values = self.drain_metrics("eval", metric_key_prefix)
-        values |= self.evaluation.compute(metric_key_prefix, self.args, self.reward_func_names, gather_object)
+        values |= self.evaluation.compute(
+            metric_key_prefix, self.args, self.reward_func_names, gather_object, self.compute_metrics
+        )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
             output = output._replace(num_samples=dataloader.num_samples)

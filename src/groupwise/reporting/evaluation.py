@@ -11,13 +11,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
+from transformers import EvalPrediction
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
-from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.errors import RewardError, boundary
+from groupwise.records import RewardBatch, RolloutBatch, Row, copied
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,9 @@ ANSWER_COLUMN = "answer_parsed"
 
 #: Values of the column that are not a vote; the accuracy rewards log the second one.
 _NO_ANSWER = (None, "[unparseable]")
+
+#: ``Trainer``'s, with lists: ``predictions`` are completions, ``label_ids`` dataset rows, ``inputs`` prompts.
+ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
 #: One value per prompt, by metric; NaN where it is undefined.
 PromptValues = dict[str, list[float]]
@@ -38,19 +44,21 @@ class EvaluatedCompletion:
     position: (batch, row of the global batch).
     rewards: the aggregated reward, then one per function; NaN for None.
     answer: vote of maj@k.
+    sample: completion, dataset row and prompt, for ``compute_metrics``; None without it.
     """
 
     position: tuple[int, int]
     prompt: str
     rewards: list[float]
     answer: str | None
+    sample: tuple[Any, Row, Any] | None = None
 
 
 @dataclass
 class EvaluationMetrics:
     """Completions of the running evaluation, and the values of the first evaluation of each name.
 
-    Nothing is stored without ``eval_pass_at_k``.
+    Nothing is stored without ``eval_pass_at_k`` and ``compute_metrics``.
 
     first: by evaluation name, a digest of the prompts and the values by prompt.
     looks: by evaluation name, the number of gains computed so far.
@@ -61,9 +69,15 @@ class EvaluationMetrics:
     first: dict[str, tuple[str, PromptValues]] = field(default_factory=dict)
     looks: dict[str, int] = field(default_factory=dict)
 
-    def add(self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig) -> None:
+    def add(
+        self,
+        rollouts: RolloutBatch,
+        rewards: RewardBatch,
+        config: GRPOConfig,
+        compute_metrics: ComputeMetrics | None = None,
+    ) -> None:
         """Store this rank's valid completions of a batch; padding rows are skipped."""
-        if not config.eval_pass_at_k:
+        if not config.eval_pass_at_k and compute_metrics is None:
             return
         sums = rewards.with_step_sums()
         total_N = total_rewards(sums, config.multi_objective_aggregation)
@@ -76,6 +90,9 @@ class EvaluationMetrics:
                     prompt=str(rollouts.prompts[index]),
                     rewards=[total_N[row].item(), *sums.rewards_NF[row].tolist()],
                     answer=None if answers[index] in _NO_ANSWER else str(answers[index]),
+                    sample=None
+                    if compute_metrics is None
+                    else (rollouts.texts[index], rollouts.rows[index], rollouts.prompts[index]),
                 )
             )
         # Replaced, not changed in place: a failed evaluation is rolled back.
@@ -88,6 +105,7 @@ class EvaluationMetrics:
         config: GRPOConfig,
         functions: Sequence[str],
         gather: Callable[[list[EvaluatedCompletion]], list[EvaluatedCompletion]],
+        compute_metrics: ComputeMetrics | None = None,
     ) -> dict[str, float]:
         """Return the metrics of the evaluation that ended, and clear its completions.
 
@@ -95,11 +113,15 @@ class EvaluationMetrics:
             name: evaluations of the same name are compared with the first one.
             functions: names of the reward functions.
             gather: concatenates the lists of all ranks.
+            compute_metrics: called with all completions of the evaluation, on every rank.
         """
-        if not config.eval_pass_at_k:
+        if not config.eval_pass_at_k and compute_metrics is None:
             return {}
         completions = sorted(gather(self.completions), key=lambda one: one.position)
         self.completions, self.num_batches = [], 0
+        own = {} if compute_metrics is None else own_metrics(compute_metrics, completions, name)
+        if not config.eval_pass_at_k:
+            return own
         size = config.generations_per_eval_prompt
         groups = [completions[i : i + size] for i in range(0, len(completions), size)]
         values = prompt_values(groups, config.eval_pass_at_k, config.eval_pass_threshold, functions)
@@ -112,7 +134,7 @@ class EvaluationMetrics:
         elif first_values is not values:
             self.looks = {**self.looks, name: self.looks.get(name, 0) + 1}
             metrics.update(_gains(values, first_values, self.looks[name]))
-        return metrics
+        return {**metrics, **own}
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state; every value is replaced, never changed in place."""
@@ -121,6 +143,25 @@ class EvaluationMetrics:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         vars(self).update(snapshot)
+
+
+def own_metrics(
+    compute_metrics: ComputeMetrics, completions: Sequence[EvaluatedCompletion], name: str
+) -> dict[str, float]:
+    """Call the user's function with ``predictions``, ``label_ids`` and ``inputs``; return its metrics.
+
+    Raises:
+        RewardError: it raised, or did not return numbers by name.
+    """
+    samples = [one.sample or ("", {}, "") for one in completions]
+    columns = [list(column) for column in zip(*samples, strict=True)]  # completions, rows, prompts
+    with boundary(RewardError, "compute_metrics"):
+        found = compute_metrics(EvalPrediction(*map(copied, columns)))
+    if not (isinstance(found, Mapping) and all(isinstance(value, Real) for value in found.values())):
+        raise RewardError(
+            f"compute_metrics returned {found!r:.200}; allowed: a dictionary of numbers by name"
+        )
+    return {key.removeprefix(f"{name}_"): float(value) for key, value in found.items()}
 
 
 def prompt_values(

@@ -533,7 +533,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if training:
             self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         else:
-            self.evaluation.add(rollouts, rewards, self.args)
+            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics)
         # TRL's rule for old log-probs, in training and in evaluation.
         on_policy = self.args.trains_on_policy
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)

@@ -158,8 +158,10 @@ class HeldOutScores(EvaluationMetrics):
         self._scores, self._global_step = scores, global_step
         self._passed: list[torch.Tensor] = []
 
-    def add(self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig) -> None:
-        super().add(rollouts, rewards, config)
+    def add(
+        self, rollouts: RolloutBatch, rewards: RewardBatch, config: GRPOConfig, *others: Any, **named: Any
+    ) -> None:
+        super().add(rollouts, rewards, config, *others, **named)
         totals_N = total_rewards(rewards.with_step_sums(), config.multi_objective_aggregation)
         # A completion without a reward (NaN) does not pass.
         self._passed.append((totals_N[: rewards.num_valid] > config.eval_pass_threshold).double().cpu())
