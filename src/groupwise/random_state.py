@@ -99,14 +99,19 @@ class DrawnFrom(TorchFunctionMode):
     """Context manager in which ``torch.multinomial`` draws from ``generator``, in this thread.
 
     For decoding loops that take no generator; other threads may draw and seed meanwhile.
+
+    Args:
+        generator: random numbers of all rows; or an object that samples a token per row from probabilities.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: Any) -> None:
         super().__init__()
         self.generator = generator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.multinomial, torch.Tensor.multinomial):
+            if not isinstance(self.generator, torch.Generator):
+                return self.generator.sample(args[0]).unsqueeze(1)
             kwargs = {"generator": self.generator, **(kwargs or {})}
         return func(*args, **(kwargs or {}))
 

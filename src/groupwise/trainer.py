@@ -354,14 +354,16 @@ class GRPOTrainer(
             return self.sample_until_full(sampler)
         self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
         rows = self.prompts.take(self.args.prompts_per_batch)  # B rows of this rank, G per prompt
-        return self.sample(self.make_request(rows, sampler))
+        request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
+        return self.sample(request)
 
     def sample_until_full(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
         """Sample rounds of prompts until every group of the batch has reward variance (DAPO, section 3.2)."""
         batch = DynamicBatch(self.leftover_groups, self.args)
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)
-            batch.add(*self.sample(self.make_request(rows, sampler)))
+            request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
+            batch.add(*self.sample(request))
         self.metrics["train"].record(batch.metrics)
         rollouts, rewards, surplus = batch.finish()
         self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes

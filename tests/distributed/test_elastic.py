@@ -13,8 +13,8 @@ from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-CASES = ("parts", "stream", "dynamic")
-#: (processes, step to stop after); generations begin at steps 1, 4 and 7 of "parts".
+CASES = ("sampled", "stream", "dynamic")
+#: (processes, step to stop after); generations begin at steps 1, 4 and 7 of "sampled".
 PLANS = {"whole": [(1, 8)], "elastic": [(2, 2), (4, 5), (1, 8)]}
 
 

@@ -160,8 +160,8 @@ def test_processes_sample_different_completions(trained: Path) -> None:
     first, second = (json.loads((trained / f"seen_{rank}.json").read_text()) for rank in (0, 1))
     assert [len(texts) for texts in first] == [len(texts) for texts in second] == [8, 8]
     for one, other in zip(first, second, strict=True):
-        assert not set(one) & set(other)
-    assert not set(first[0]) & set(first[1])
+        assert set(one) & set(other) <= {""}  # a completion may be its end token alone
+    assert set(first[0]) & set(first[1]) <= {""}
 
 
 def test_every_process_names_the_rank_and_the_function_whose_reward_fails(trained: Path) -> None:

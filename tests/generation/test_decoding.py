@@ -61,6 +61,7 @@ from groupwise.generation.decoding import (
 )
 from groupwise.generation.growing_cache import GrowingLayer
 from groupwise.generation.transformers_backend import TransformersBackend
+from groupwise.records import SamplingOptions
 
 SIZE = {
     "vocab_size": 40,
@@ -270,6 +271,24 @@ def test_sampling_on_an_accelerator_draws_as_torch_does_and_reports_nan_once(mon
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     with pytest.raises(BackendError, match="logits are NaN or infinite"):
         by_groups(model, PROMPTS, config)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_completions_of_rows_with_seeds_do_not_depend_on_their_batch(stock):
+    backend = TransformersBackend(lambda: model, settings(do_sample=True))
+    model, backend.stock_decoding, backend.generator = tiny("llama"), stock, torch.Generator()
+    with torch.no_grad():
+        model.lm_head.weight.div_(5)  # else nearly every token is certain
+
+    def sampled(rows):
+        seeds = [100 + row for row in rows]
+        completions = backend.generate([PROMPTS[row] for row in rows], SamplingOptions(seeds=seeds))
+        return [completion.token_ids for completion in completions]
+
+    whole = sampled(range(len(PROMPTS)))
+    assert len({tuple(ids) for ids in whole}) == len(PROMPTS)
+    assert sampled(range(5)) + sampled(range(5, len(PROMPTS))) == whole  # of two ranks
+    assert sampled([6, 0, 3]) == [whole[6], whole[0], whole[3]]
 
 
 def test_weights_are_packed_again_in_every_generation():

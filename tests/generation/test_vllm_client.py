@@ -510,6 +510,14 @@ def test_neighbouring_rows_of_a_prompt_are_one_request():
     assert requests[2].seed == requests[1].seed + 1
 
 
+def test_given_seeds_are_those_of_the_samples_on_any_rank():
+    prompts, given = [[1, 2]] * 4 + [[1, 2]], [7, 8, 9, 10, 30]
+    alone = group_requests(prompts, [4] * 5, seed=0, step=2, rank=0, seeds=given)
+    assert [(request.seed, list(request.rows)) for request in alone] == [(7, [0, 1, 2, 3]), (30, [4])]
+    second = group_requests(prompts[3:], [4] * 2, seed=0, step=2, rank=1, seeds=given[3:])
+    assert [(request.seed, len(request.rows)) for request in second] == [(10, 1), (30, 1)]
+
+
 def test_seeds_depend_on_run_seed_step_rank_and_prompt():
     def seed(prompts, at, **given):
         return group_requests(prompts, [4] * len(prompts), **{"seed": 0, "step": 2, "rank": 0, **given})[

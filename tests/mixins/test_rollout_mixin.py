@@ -112,7 +112,7 @@ def test_finished_prompts_are_passed_on_with_their_positions():
 
 
 def test_rollouts_of_a_later_step_are_requested_ahead():
-    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches)
+    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches, last=(1, 9))
     run = mixin(prompts=prompts, state=SimpleNamespace(global_step=6, max_steps=8))
     run.args.rollout_staleness = 2  # the second one would begin after the last step
     run.prefetch_rollouts(SamplerSettings(temperature=0.5))
@@ -120,6 +120,20 @@ def test_rollouts_of_a_later_step_are_requested_ahead():
     assert (prompt_ids, step) == ([[5, 6], [5, 6], [7]], 7) and sampling.images is None
     assert sampling.generation_kwargs["temperature"] == 0.5
     assert run.backend.calls == []
+    run.state.global_step = 7  # the request of that step finds them by its seeds
+    assert sampling.seeds == run.row_seeds(3)
+
+
+def test_seeds_depend_on_step_and_prompt_and_not_on_the_number_of_ranks(monkeypatch):
+    def seeds(rank, num_rows, step=6, last=(1, 9)):
+        run = mixin(prompts=SimpleNamespace(last=last), state=SimpleNamespace(global_step=step))
+        monkeypatch.setattr(type(run.args), "process_index", rank, raising=False)
+        return run.row_seeds(num_rows)
+
+    whole = seeds(0, 12)
+    assert whole == list(range(whole[0], whole[0] + 12)) and whole[-1] < 2**63
+    assert [seed for rank in range(4) for seed in seeds(rank, 3)] == whole
+    assert len({whole[0], seeds(0, 12, step=7)[0], seeds(0, 12, last=(2, 9))[0]}) == 3
 
 
 @pytest.mark.parametrize("num_prompts", [None, 3])

@@ -37,6 +37,7 @@ class PromptSource:
     Attributes:
         epoch: epoch of the position.
         index: prompts of the epoch that were taken.
+        last: epoch and index of the last prompt that was returned, also of a later batch.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PromptSource:
         name: str = "train_dataset",
     ) -> None:
         self.read_epoch, self.share, self.name = read_epoch, share, name
-        self.epoch, self.index = 0, 0
+        self.epoch, self.index, self.last = 0, 0, (0, 0)
         self._prompts: Iterator[Any] | None = None  # of the epoch that is being read
         self._reading = (0, 0)  # position of the next prompt to read
         self._kept: deque[tuple[tuple[int, int], Any]] = deque()  # read, and not taken before the snapshot
@@ -61,8 +62,7 @@ class PromptSource:
         """
         prompts = self._ahead(0, num_prompts)
         self._num_taken += num_prompts
-        epoch, index = self._kept[self._num_taken - 1][0]
-        self.epoch, self.index = epoch, index + 1
+        self.epoch, self.index = self.last[0], self.last[1] + 1
         return self._rows(prompts)
 
     def upcoming(self, num_batches: int, num_prompts: int, first: int = 1) -> Iterator[list[Row]]:
@@ -122,7 +122,8 @@ class PromptSource:
     def _ahead(self, start: int, stop: int) -> list[Any]:
         """Return the prompts from ``start`` to ``stop``, counted from the cursor."""
         self._read_ahead(stop)
-        kept = islice(self._kept, self._num_taken + start, self._num_taken + stop)
+        kept = list(islice(self._kept, self._num_taken + start, self._num_taken + stop))
+        self.last = kept[-1][0]
         return [prompt for _, prompt in kept]
 
     def _read_ahead(self, count: int) -> None:

@@ -35,7 +35,7 @@ from groupwise.compat.transformers import (
     supports_dynamic_cache,
     update_model_kwargs,
 )
-from groupwise.cpu.multinomial import INVALID_LOGITS, NO_TOKEN, multinomial, unchecked_multinomial
+from groupwise.cpu.multinomial import INVALID_LOGITS, NO_TOKEN, RowStreams, multinomial, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
@@ -154,7 +154,7 @@ class RowSampler:
     Args:
         processors, criteria, config: those of ``generate``.
         recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
-        generator: random numbers of the samples; None: torch's global generator.
+        generator: random numbers of the samples, of each row or of all; None: torch's global generator.
 
     Raises:
         ForeignProcessorError: a processor or criterion is not one that the settings create.
@@ -166,7 +166,7 @@ class RowSampler:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         recorder: SamplingMaskRecorder | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | RowStreams | None = None,
     ) -> None:
         for part in (*processors, *criteria):
             stock = type(part).__module__.startswith("transformers.")
@@ -190,7 +190,7 @@ class RowSampler:
         scores_RV = self.processors(tokens_RS, logits_RV)  # type: ignore[arg-type]
         if self.recorder is not None:
             self.recorder.record(scores_RV, self.index_R)
-        tokens_R = sample_tokens(scores_RV, self.do_sample, self.generator)
+        tokens_R = sample_tokens(scores_RV, self.do_sample, self.generator, self.index_R)
         self.invalid_R = self.running_R & (tokens_R == NO_TOKEN)
         return tokens_R.where(self.running_R & ~self.invalid_R, self.pad)
 
@@ -273,7 +273,10 @@ def decode_groups(
 
 
 def sample_tokens(
-    scores_RV: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None
+    scores_RV: torch.Tensor,
+    do_sample: bool,
+    generator: torch.Generator | RowStreams | None = None,
+    index_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample the next token of each row from softmax(scores), or take the most probable one: (R,).
 
@@ -285,6 +288,8 @@ def sample_tokens(
     if not do_sample:
         return scores_RV.argmax(-1)
     probabilities_RV = scores_RV.softmax(-1)
+    if isinstance(generator, RowStreams):
+        return generator.sample(probabilities_RV, index_R)
     if scores_RV.device.type == "cpu":
         return multinomial(probabilities_RV, generator)
     return unchecked_multinomial(probabilities_RV, generator)

@@ -22,6 +22,7 @@ from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_setti
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation
 from groupwise.cpu.linear import stock_linears
+from groupwise.cpu.multinomial import RowStreams
 from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError, shortened
 from groupwise.generation.base import (
@@ -168,7 +169,7 @@ class TransformersBackend(GenerationBackend):
         completions: dict[int, Completion] = {}
         for length in dict.fromkeys(map(len, prompts)):
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
-            per_row = {"max_tokens": sampling.max_tokens, "images": sampling.images}
+            per_row = {name: getattr(sampling, name) for name in ("max_tokens", "images", "seeds")}
             own: dict[str, Any] = {
                 name: [values[row] for row in rows] for name, values in per_row.items() if values is not None
             }
@@ -207,11 +208,12 @@ class TransformersBackend(GenerationBackend):
             recorder = make_recorder(model, config)  # None: nothing is truncated
             rows = prompts  # of the prefill: B
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
-            draws: Any = nullcontext() if self.generator is None else DrawnFrom(self.generator)
+            generator = self.generator_of(sampling, model.device)
+            draws: Any = nullcontext() if generator is None else DrawnFrom(generator)
             if not (images or lockstep or self.stock_decoding) and can_decode_groups(model, config):
                 rows, copies = group_prompts(prompts)  # P rows, of which the loop makes B
                 draws = nullcontext()  # the sampler has the generator
-                make_sampler = partial(RowSampler, recorder=recorder, generator=self.generator)
+                make_sampler = partial(RowSampler, recorder=recorder, generator=generator)
                 loop = {"custom_generate": partial(decode_groups, copies=copies, make_sampler=make_sampler)}
             elif recorder is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
@@ -226,6 +228,14 @@ class TransformersBackend(GenerationBackend):
             self.completion(tokens[:limit], mask)
             for tokens, limit, mask in zip(sequences[:, prompt_length:].tolist(), limits, masks, strict=True)
         ]
+
+    def generator_of(
+        self, sampling: SamplingOptions, device: torch.device
+    ) -> torch.Generator | RowStreams | None:
+        """Return the random numbers of a request: those of its rows, unless samples share a generator."""
+        if self.generator is None or sampling.seeds is None:
+            return self.generator
+        return RowStreams(sampling.seeds, device)
 
     def _model_inputs(
         self,

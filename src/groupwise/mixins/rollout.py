@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,24 @@ class RolloutMixin:
             generation_kwargs=request.generation_kwargs,
             # Rewards of finished prompts are computed while the sampler is busy with the others.
             on_finished=self._partial_rollouts(request, prompt_ids),
+            seeds=request.seeds,
         )
         completions = self.backend.generate(prompt_ids, sampling)  # B; the G copies of a prompt differ
         return self.make_rollouts(request, prompt_ids, completions, images=images)
+
+    def row_seeds(self, num_rows: int, step: int | None = None) -> list[int]:
+        """Return a seed for each of this rank's rows of the prompts that were read last.
+
+        It depends on optimizer step, place of the prompts in the data, and number of the row over all ranks.
+
+        Args:
+            step: of the generation; None: the present one.
+        """
+        step = self.state.global_step if step is None else step
+        digest = hashlib.blake2b(f"{self.args.seed} {step} {self.prompts.last}".encode(), digest_size=8)
+        # 62 bits: a seed fits a signed 64-bit integer.
+        first = (int.from_bytes(digest.digest(), "big") >> 2) + self.args.process_index * num_rows
+        return list(range(first, first + num_rows))
 
     def run_agents(self, request: RolloutRequest, generate: Callable[..., list[Completion]]) -> RolloutBatch:
         """Sample rollouts with tools or environments, which draw from the random stream of the user's code.
@@ -171,7 +187,8 @@ class RolloutMixin:
                     prompt_ids, sampling = self.agents.first_turns(rows, self.backend, vars(sampler), step)
             else:
                 prompt_ids, images = self.tokenize(rows)
-                sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler))
+                seeds = self.row_seeds(len(rows), step)
+                sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler), seeds=seeds)
             self.backend.prefetch(prompt_ids, sampling, step=step)
 
     def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:

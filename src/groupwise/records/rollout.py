@@ -108,12 +108,15 @@ class SamplingOptions:
         on_finished: a backend that has the completions of some prompts before the others may call it, with
             their row indices and completions; it starts the ``per_sample_reward`` functions on them. None:
             there are none.
+        seeds: seed of each row's random numbers, consecutive for the rows of a group; None: the backend
+            chooses. A backend that ignores them samples other completions on another number of ranks.
     """
 
     max_tokens: Sequence[int] | None = None
     images: Sequence[ImageInputs] | None = None
     generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_finished: Callable[[Sequence[int], list[Completion]], None] | None = None
+    seeds: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class RolloutRequest:
     on_partial_rollout: called with the finished prompts while the sampler still generates the others; None:
         rewards are computed when the rollout is complete.
     sampler: sampler settings of training; log-probs have its temperature, in an evaluation too.
+    seeds: see :class:`SamplingOptions`.
     """
 
     rows: list[Row]
@@ -142,6 +146,7 @@ class RolloutRequest:
     generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_partial_rollout: Callable[[RolloutBatch], None] | None = None
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
+    seeds: Sequence[int] | None = None
 
     def kept_fields(self) -> dict[str, Any]:
         """Return the fields that the rollouts of the request have, too, beside its rows."""

@@ -32,7 +32,7 @@ BATCHES: dict[str, Any] = {
     "generation_batch_size": 24,
 }
 CASES: dict[str, dict[str, Any]] = {
-    "parts": {},  # a generation is trained on in three optimizer steps
+    "sampled": {"sampled": True},  # a generation is trained on in three optimizer steps
     # In two, each on all of it, against a reference that follows the policy.
     "stream": {
         **{"stream": True, "num_iterations": 2, "completions_per_step": 24, "sequence_layout": "packed"},

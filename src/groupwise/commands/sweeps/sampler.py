@@ -118,7 +118,11 @@ class _Part:
         **_: Any,
     ) -> torch.Tensor:
         self.sampler = RowSampler(
-            logits_processor, stopping_criteria, generation_config, self.recorder, self.backend.generator
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            self.recorder,
+            self.backend.generator_of(self.request.sampling, input_ids.device),
         )
         return input_ids
 

@@ -191,33 +191,36 @@ def group_requests(
     rank: int,
     num_samples: dict[int, int] | None = None,
     images: Sequence[ImageInputs] | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Merge adjacent rows with equal prompt, images and limit into one request each.
+    """Merge adjacent rows with equal prompt, images and limit, and consecutive seeds, into one request each.
 
-    The seed of a sample is derived from the run's seed, the step, the rank, the prompt with its images, and
-    the number of earlier samples of that prompt. It does not depend on other prompts, the order of requests
-    or the servers.
+    Without ``seeds``, as with agents and in evaluations, that of a sample is derived from the run's seed, the
+    step, the rank, the prompt with its images, and the number of earlier samples of that prompt. It does not
+    depend on other prompts, the order of requests or the servers.
 
     Args:
         prompts: B token lists.
         limits: maximum completion length per prompt, B.
         num_samples: samples per prompt so far in this step, by base seed; updated in place.
         images: image inputs per row, B; None for prompts of text.
+        seeds: of the rows, B.
     """
     requests: list[Request] = []
     num_samples = {} if num_samples is None else num_samples
     inputs = [ImageInputs()] * len(prompts) if images is None else images
 
-    def content(row: int) -> tuple[tuple[int, ...], int, str]:
-        return tuple(prompts[row]), limits[row], inputs[row].digest
+    def content(row: int) -> tuple[tuple[int, ...], int, str, int]:
+        return tuple(prompts[row]), limits[row], inputs[row].digest, seeds[row] - row if seeds else 0
 
-    for (prompt, limit, of_images), group in groupby(range(len(prompts)), content):
+    for (prompt, limit, of_images, _), group in groupby(range(len(prompts)), content):
         rows = list(group)
         digest = hashlib.blake2b(f"{seed} {step} {rank} {list(prompt)}{of_images}".encode(), digest_size=8)
         # 62 bits: base_seed + samples fits a signed 64-bit integer
         base_seed = int.from_bytes(digest.digest(), "big") >> 2
         first = num_samples.get(base_seed, 0)
-        requests.append(Request(prompts[rows[0]], rows, base_seed + first, limit, inputs[rows[0]]))
+        own = seeds[rows[0]] if seeds else base_seed + first
+        requests.append(Request(prompts[rows[0]], rows, own, limit, inputs[rows[0]]))
         num_samples[base_seed] = first + len(rows)
     return requests
 
@@ -365,7 +368,8 @@ class VLLMBackend(GenerationBackend):
         if other:  # requests with different settings must not share a key
             seed ^= zlib.crc32(repr(other).encode())
         rank = self.config.process_index
-        return group_requests(prompts, limits, seed, step, rank, num_samples, sampling.images)
+        given = sampling.images, sampling.seeds
+        return group_requests(prompts, limits, seed, step, rank, num_samples, *given)
 
     def sync_weights(self, source: PolicyWeights, *, step: int) -> None:
         """Load the weights of optimizer step ``step``; a no-op if vLLM has them."""
