@@ -6,6 +6,7 @@ import io
 import itertools
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from support.serialization import reloaded
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import ConfigError
 from groupwise.policy.loading import auto_class
-from groupwise.records import Experience
+from groupwise.records import Experience, ImageInputs
 from groupwise.reporting import completions
 from groupwise.tokenization.images import encode_prompt, prompt_images
 
@@ -300,6 +301,44 @@ def question(row: dict) -> str:
     if isinstance(content, str):
         return content
     return "".join(block["text"] if block["type"] == "text" else "<image>" for block in content)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+def test_rows_of_a_rollout_see_the_images_of_their_own_context(tmp_path, family):
+    """A row that repeats the prompt has its image, a sub-agent without the prompt has none."""
+    sub_agent, rows = [2, 20, 21, 3], []
+
+    def rollout(given, run):
+        prompts = [encode_prompt(run.processing_class, prompt)[0] for prompt in given]
+        for i, prompt in enumerate(prompts):
+            rows.extend(
+                [(i, prompt, [22, 23 + i % 4]), (i, sub_agent, [24, 25]), (i, prompt, [26, 27 + i % 4])]
+            )
+        numbers, contexts, said = zip(*rows, strict=True)
+        return {"prompt_ids": contexts, "completion_ids": said, "rollout_ids": numbers}
+
+    run = tiny.trainer(tmp_path, family=family, rollout_func=rollout, max_steps=1)
+    request = run.make_request([run.train_dataset[0]] * run.args.num_generations)
+    tokens = run.collate(run.generate_rollouts(request))
+    ours = run.compute_logprobs(run.model, tokens).logps_BT
+    with_image = run.tokenize([run.train_dataset[0]])[1][0]
+    for row, ids in enumerate(tokens.completion_ids_BT.tolist()):
+        parts = [(rows[3 * row + k], ids[2 * k : 2 * k + 2]) for k in range(3)]
+        for k, ((_, context, said), own) in enumerate(parts):
+            assert own == said
+            alone = replace(
+                tokens.select([row]),
+                prompt_ids_BL=torch.tensor([context]),
+                prompt_mask_BL=torch.ones(1, len(context), dtype=torch.long),
+                completion_ids_BT=torch.tensor([said]),
+                completion_mask_BT=torch.ones(1, 2, dtype=torch.long),
+                loss_mask_BT=torch.ones(1, 2, dtype=torch.long),
+                old_logps_BT=torch.full((1, 2), torch.nan),
+                images=(ImageInputs() if k == 1 else with_image,),
+                contexts=None,
+            )
+            theirs = run.compute_logprobs(run.model, alone).logps_BT[0]
+            torch.testing.assert_close(ours[row, 2 * k : 2 * k + 2], theirs, atol=1e-5, rtol=0)
 
 
 def test_a_rollout_func_must_return_the_tokens_of_the_processor(tmp_path):

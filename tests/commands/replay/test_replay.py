@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import math
+import random
 import shutil
 import tracemalloc
 import zipfile
@@ -123,6 +125,23 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     masks = [batch.loss_mask_BT.sum() for record in found.records for batch in record.window]
     tokens = [batch.completion_mask_BT.sum() for record in found.records for batch in record.window]
     assert 0 < sum(masks) < sum(tokens)  # results of tools have no loss
+
+
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+def test_rollouts_of_several_rows_are_replayed_with_their_contexts(tmp_path, tiny, layout):
+    calls = itertools.count(1)
+
+    def rollout(texts, run):
+        ids, draw = run.processing_class(texts)["input_ids"], random.Random(next(calls))
+        rows = [(i, [ids[i], [9, 8, 4 + i]][k]) for i in range(len(ids)) for k in range(1 + i % 2)]
+        said = [[draw.randrange(4, 32) for _ in range(draw.randint(1, 5))] for _ in rows]
+        numbers, contexts = zip(*rows, strict=True)
+        return {"prompt_ids": contexts, "completion_ids": said, "rollout_ids": numbers}
+
+    recorded(tmp_path, tiny(), rollout_func=rollout, num_iterations=2, sequence_layout=layout)
+    found = replay(tmp_path, 3)
+    assert found.equals_record and found.weights == "equal, bit for bit"
+    assert any(batch.contexts for record in found.records for batch in record.window)
 
 
 def test_images_are_read_by_their_digest(tmp_path):

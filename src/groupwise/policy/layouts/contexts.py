@@ -20,7 +20,7 @@ import torch
 
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.policy.layouts.packed import Branch, PackedSequences, packed_on_device
-from groupwise.records import LogprobOutput, TokenBatch
+from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
 
 
@@ -97,7 +97,7 @@ def split_contexts(batch: TokenBatch) -> ModelRows:
         old_logps_BT=of_tokens(batch.old_logps_BT, torch.nan),
         sampler_logps_BT=None if sampler_BT is None else of_tokens(sampler_BT, torch.nan),
         sampler=batch.sampler,
-        images=None if batch.images is None else tuple(batch.images[rollout] for rollout in rollout_R),
+        images=None if batch.images is None else (*batch.images, *_images(batch, later)),
         sampling_mask=masks
         and tuple(_positions(masks[rollout], start, end) for rollout, _, start, end in parts),
     )
@@ -169,6 +169,20 @@ def _prompts(
     pairs = ((batch.prompt_ids_BL, ids), (batch.prompt_mask_BL, mask))
     padded = [[torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in pair] for pair in pairs]
     return torch.cat(padded[0]), torch.cat(padded[1])
+
+
+def _images(batch: TokenBatch, later: list[Any]) -> list[ImageInputs]:
+    """Return the images of rows after contexts: those of the prompt where a context begins with it.
+
+    Another context is that of a sub-agent without images; a model refuses image tokens that have none.
+    """
+    assert batch.images is not None
+    pairs = zip(batch.prompt_ids_BL.tolist(), batch.prompt_mask_BL.sum(-1).tolist(), strict=True)
+    prompts = [ids[len(ids) - length :] for ids, length in pairs]  # padding is on the left
+    return [
+        batch.images[rollout] if ids[: len(prompts[rollout])] == prompts[rollout] else ImageInputs()
+        for rollout, ids, *_ in later
+    ]
 
 
 def _positions(mask: SamplingMask | None, start: int, end: int) -> SamplingMask | None:
