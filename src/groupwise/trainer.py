@@ -58,7 +58,7 @@ from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixi
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
-from groupwise.policy.introspection import check_adapter, check_model, router_aux_loss_coef
+from groupwise.policy.introspection import check_adapter, check_model, has_adapter, router_aux_loss_coef
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import make_logprob_computer
@@ -236,6 +236,11 @@ class GRPOTrainer(
         if accelerator.device.type == "cpu":
             others_rewrite = is_sharded(accelerator) or args.torch_compile
             install_cpu_training([self.model, self.reference.model], onednn_linears=not others_rewrite)
+        self.frozen_weights: list[FastPath] = []
+        if has_adapter(self.model):
+            from groupwise.policy.frozen_weights import hold_frozen_weights
+
+            self.frozen_weights.append(hold_frozen_weights(self.model, accelerator))
         self.rollout_func = rollout_func
         self.event_loop = agents.executor.loop  # of tools and environments, and of rewards
         weakref.finalize(self, self.event_loop.close)
@@ -566,6 +571,7 @@ class GRPOTrainer(
         paths = [
             *self.backend.fast_paths(self.model),
             *self.logprob_computer.paths,
+            *self.frozen_weights,
             FastPath("old log-probs", "computed" if off_policy else "not needed", off_policy),
             FastPath("rows without gradient", "computed" if all_rows else "skipped", all_rows),
             recomputation_path(args, accelerator),

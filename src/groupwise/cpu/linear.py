@@ -46,7 +46,7 @@ class OneDNNLinear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         dtype = _operand_dtype(input, self.weight)
         if dtype is None or input.dim() < 2 or not input.numel():
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(input, self.weight.to(input.dtype), self.bias)  # policy/frozen_weights.py
         if torch.is_grad_enabled():
             return _linear_with_gradient(input, self.weight, self.bias, dtype)
         weight = self.packing.weight_at_next_use(dtype) if self.packing else self.weight.to(dtype)
