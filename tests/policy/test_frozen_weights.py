@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.runs import policy, trainer
 
+from groupwise.commands.sweeps.adapters import shared_copy
 from groupwise.cpu.linear import OneDNNLinear
 from groupwise.policy import frozen_weights
 from groupwise.policy.frozen_weights import FrozenLinear
@@ -157,3 +158,26 @@ def test_trained_copies_and_their_originals_are_left_alone(tmp_path):
     copies = {name: p.dtype for name, p in parameters(run).items() if "up_proj" in name}
     assert len(copies) == 4 and {*copies.values()} == {torch.float32}
     assert not trainer(tmp_path / "full", bf16=True).frozen_weights
+
+
+def test_runs_of_a_sweep_share_their_weights(tmp_path):
+    base = published()
+    run = make(tmp_path, shared_copy(base))
+    assert run.frozen_weights == [FastPath("frozen weights", "as loaded", "runs of a sweep share them")]
+    ours, theirs = run.model.get_base_model().model.layers[0].mlp, base.model.layers[0].mlp
+    assert ours.up_proj.weight.data_ptr() == theirs.up_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_another_run_on_the_same_base_begins_with_float32(merged, tmp_path):
+    first = make(tmp_path, max_steps=1)
+    first.train()
+    if merged:
+        full = trainer(tmp_path / "full", model=first.model.merge_and_unload(), bf16=True)
+        assert {p.dtype for p in full.model.parameters()} == {torch.float32}
+        assert not any(isinstance(module, FrozenLinear) for module in full.model.modules())
+    else:
+        second, fresh = (make(tmp_path / "2", model) for model in (first.model.unload(), published()))
+        assert "frozen weights: bfloat16" in map(str, second.fast_paths())
+        expected = parameters(fresh)
+        assert all(torch.equal(value, expected[name]) for name, value in parameters(second).items())

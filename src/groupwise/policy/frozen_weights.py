@@ -38,6 +38,7 @@ def hold_frozen_weights(policy: Any, accelerator: Accelerator) -> FastPath:
         "nothing is cast": dtype is None,
         "FSDP and DeepSpeed have a precision of their own": is_sharded(accelerator),
         "the model is quantized": is_quantized(base),
+        "runs of a sweep share them": hasattr(base, "shares_weights"),
         "kernels of linear attention read weights themselves": is_stateful(base),
         "adapters other than plain LoRA compute with the weights": any(
             adapter_type(one) != "LORA" or one.use_dora or getattr(one, "target_parameters", None)  # type: ignore[attr-defined]
@@ -80,6 +81,7 @@ def _hold(layer: nn.Linear, dtype: torch.dtype) -> bool:
     if not torch.equal(half.float(), layer.weight):
         return False
     layer.weight.data = half
+    vars(layer)["held"] = True
     if type(layer) is nn.Linear:
         layer.__class__ = FrozenLinear
     return True
@@ -90,3 +92,12 @@ def _merge_in_float32(tuner: Any, *args: Any, **kwargs: Any) -> None:
     layer = tuner.get_base_layer()
     layer.weight.data = layer.weight.data.float()
     type(tuner).merge(tuner, *args, **kwargs)
+
+
+def restore_float32(model: nn.Module) -> None:
+    """Convert back what an earlier run held: this one may train it, or initialise an adapter in its dtype."""
+    for module in model.modules():
+        if vars(module).pop("held", False):
+            module.weight.data = module.weight.data.float()  # type: ignore[operator]
+            if type(module) is FrozenLinear:
+                module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -68,6 +69,8 @@ def prepare_policy(
     if peft_config is not None:
         check_targets(model, config, peft_config)
     policy = load_policy(model, config, quantization_config)
+    if "groupwise.policy.frozen_weights" in sys.modules:  # of an earlier run
+        sys.modules["groupwise.policy.frozen_weights"].restore_float32(policy)
     if config.disable_dropout:
         disable_dropout(policy)
     if config.cast_lm_head_to_fp32:

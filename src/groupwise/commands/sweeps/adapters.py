@@ -69,7 +69,11 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     for parameter in model.parameters():
         own = nn.Parameter(parameter.detach(), parameter.requires_grad)
         shared[id(parameter)] = own if type(parameter) is nn.Parameter else parameter  # quantized: as it is
-    return copy.deepcopy(model, shared)
+    copied = copy.deepcopy(model, shared)
+    vars(copied)["shares_weights"] = (
+        True  # policy/frozen_weights.py would give each run a copy in another dtype
+    )
+    return copied
 
 
 def has_finite_adapter(policy: PeftModel) -> bool:
