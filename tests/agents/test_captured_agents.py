@@ -91,7 +91,18 @@ def test_the_example_trains_agents_of_two_makers(server, tmp_path):
     assert len(logs) == 2 and {log["agent/calls"] for log in logs} == {3} and logs[0]["rollouts/rows"] == 3
 
 
-def test_a_run_without_a_server_is_refused(tmp_path):
+@pytest.fixture
+def openenv(monkeypatch):
+    """The package can be found; nothing imports it."""
+    monkeypatch.syspath_prepend(str(OPENENV))
+
+
+def test_the_extra_is_named_where_it_is_missing():
+    with pytest.raises(ConfigError, match=r"pip install 'groupwise\[capture\]'"):
+        CapturedAgent(lambda prompt, endpoint: None)
+
+
+def test_a_run_without_a_server_is_refused(tmp_path, openenv):
     run = trainer(tmp_path, rollout_func=CapturedAgent(lambda prompt, endpoint: None))
     with pytest.raises(BackendError, match="use_vllm=True with vllm_mode='server'"):
         run.train()
@@ -101,7 +112,7 @@ def test_a_run_without_a_server_is_refused(tmp_path):
     ("settings", "adapter", "message"),
     [({"top_p": 0.9}, None, "leave top_p"), ({}, "adapter-3", "without --enable-lora")],
 )
-def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message):
+def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message, openenv):
     plain = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "rollout_retries": 0}
     args = SimpleNamespace(rollout_on_error="raise", **{**plain, **settings})
     backend = SimpleNamespace(servers=SimpleNamespace(adapter=adapter))

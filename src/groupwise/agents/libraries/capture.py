@@ -7,6 +7,7 @@ agent (OpenAI, Anthropic or Google SDK) --> openenv.core.harness.capture --> vLL
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import socket
@@ -73,6 +74,11 @@ class CapturedAgent:
         max_calls: int = 0,
         host: str = "127.0.0.1",
     ) -> None:
+        if importlib.util.find_spec("openenv") is None:
+            raise ConfigError(
+                "CapturedAgent needs openenv 0.10 or newer; run pip install 'groupwise[capture]', in another "
+                "environment than vLLM's server"
+            )
         self.agent, self.timeout, self.max_calls, self.host = agent, timeout, max_calls, host
         self.__name__ = getattr(agent, "__name__", type(agent).__name__)
         self._server: Any = None
@@ -166,15 +172,11 @@ class CapturedAgent:
                 "CapturedAgent samples from the whole vocabulary; leave top_p, top_k, min_p and "
                 "repetition_penalty at their defaults"
             )
-        try:
-            from openenv.core.harness.capture import CaptureServer, validate_llm
-            from openenv.core.harness.capture.validate_llm import list_models
+        from openenv.core.harness.capture import CaptureServer, validate_llm
+        from openenv.core.harness.capture.validate_llm import list_models
 
-            from groupwise.generation.vllm.server import server_urls  # httpx, as openenv
-        except ImportError as error:
-            raise ConfigError(
-                f"CapturedAgent needs openenv 0.10 or newer (pip install 'openenv>=0.10'): {error}"
-            ) from error
+        from groupwise.generation.vllm.server import server_urls  # httpx, as openenv
+
         urls = server_urls(args)
         if len(urls) > 1:
             raise ConfigError(
