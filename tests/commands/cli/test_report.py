@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from support.saved_runs import save_run
 
 from groupwise.commands.cli import main, report
@@ -79,14 +80,18 @@ def test_a_watched_page_follows_the_run_and_stops_loading_itself_when_the_run_en
 
 
 def test_ctrl_c_ends_watching_and_the_page_stops_loading_itself(tmp_path):
-    """Watching may begin before the run has written anything; invalid arguments are errors at once."""
+    """Watching may begin before the run's first log; invalid arguments are errors at once."""
     run = tmp_path / "run"
+    run.mkdir()
+    (run / "settings.json").write_text("{}")
     assert main(["report", "--watch", str(run), "--max_completions", "0"]) == 2
     command = [sys.executable, "-c", "import sys; from groupwise.commands.cli import main; sys.exit(main())"]
     watching = subprocess.Popen([*command, "report", "--watch", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert any(line.startswith(f"{run / 'report.html'} follows {run}") for line in watching.stdout)
-        save_run(run, LOGS)
+        with pytest.raises(subprocess.TimeoutExpired):
+            watching.wait(1)
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1e9, "reward": 0.5}) + "\n")
         while not (run / "report.html").exists():
             assert watching.poll() is None
             time.sleep(0.1)

@@ -70,20 +70,27 @@
     const x = [...found.keys()].sort((a, b) => a - b);
     return { x, y: x.map((at) => found.get(at)[0]), spread: x.map((at) => found.get(at)[1]) };
   }
-  /** A step on the horizontal axis; minutes of a step without a log are interpolated. */
-  function place(run, step) {
-    if (axis === "step") return step;
-    const logs = run.step.map((at, i) => [at, run.minutes[i]]).filter(([, minutes]) => minutes != null);
+  /** Minutes at a step; those of a step without a log are interpolated. */
+  function minutesAt(run, step) {
+    const logs = (run.timed ||= run.step.map((at, i) => [at, run.minutes[i]]).filter(([, minutes]) => minutes != null));
     const next = logs.findIndex(([at]) => at >= step);
     if (next <= 0) return next ? logs[logs.length - 1]?.[1] ?? null : logs[0][1];
     const [[a, from], [b, to]] = [logs[next - 1], logs[next]];
     return from + ((to - from) * (step - a)) / (b - a || 1);
   }
+  /** A step on the horizontal axis. */
+  function place(run, step) {
+    if (axis === "step") return step;
+    const known = (run.places ||= new Map());
+    if (!known.has(step)) known.set(step, minutesAt(run, step));
+    return known.get(step);
+  }
+  const extents = {};
   /** First and last value of the horizontal axis, which all charts share, so that a step is at one place in all. */
   function extent() {
-    const known = data.runs.flatMap((run) => [...(axis === "step" ? run.step : run.minutes), ...run.rates.step.map((step) => place(run, step))])
-      .filter((x) => x != null);
-    return known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [];
+    const xs = () => data.runs.flatMap((run) => [...(axis === "step" ? run.step : run.minutes), ...run.rates.step.map((step) => place(run, step))]);
+    const ends = (known) => known.slice(0, 1).concat(known.slice(-1));
+    return (extents[axis] ||= ends(distinct(xs().filter((x) => x != null))));
   }
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
@@ -101,6 +108,7 @@
    */
   function chart(parent, title, lines, { height = 180, note = "", y = null, unit = false, under = null, values = null, status = null, run = null } = {}) {
     const box = parent.appendChild(el("div", { className: "box chart" }, el("h3", {}, title), note && faint(note)));
+    const width = () => Math.max(box.clientWidth - 24, 100); // hidden: 0
     let plot = null;
     const draw = () => {
       if (plot) plot.destroy();
@@ -129,7 +137,7 @@
         { stroke: () => css("--faint"), grid, ticks: grid, size: 32, ...(axis === "step" ? { incrs: STEPS } : {}) },
         { stroke: () => css("--faint"), grid, ticks: grid, size: room, values: (_, marks) => marks.map(number), ...values },
       ];
-      plot = new uPlot({ width: box.clientWidth - 24, height, series, bands, axes,
+      plot = new uPlot({ width: width(), height, series, bands, axes,
         cursor: { y: false, sync: { key: "x", scales: ["x", null] } },
         scales: { x: { time: false }, y: { range: y || ((_, low, high) => vertical(low, high, unit)) } },
         hooks: { ...(under ? { drawClear: [under] } : {}), ...(status ? { setCursor: [status] } : {}) } }, uPlot.join(tables), box);
@@ -142,7 +150,7 @@
     };
     draw();
     drawn.push(draw);
-    new ResizeObserver(() => plot && plot.setSize({ width: box.clientWidth - 24, height })).observe(box);
+    new ResizeObserver(() => plot && plot.setSize({ width: width(), height })).observe(box);
     return box;
   }
 
@@ -221,7 +229,11 @@
     const fell = changes["held-out reward"]?.verb === "fell", rose = Object.values(changes).some((one) => one.verb === "rose");
     const { step, counts, size } = run.rates, last = step[step.length - 1];
     const outside = checks.filter((check) => check.run === run && check.is && !(check.was && rose && step.length)).sort((a, b) => a.was - b.was)[0];
-    const show = (name) => () => (boxes.get(name) || healthBox).scrollIntoView({ block: "center" });
+    const show = (name) => () => {
+      const box = boxes.get(name) || healthBox, folded = box.closest("details");
+      if (folded) folded.open = true;
+      box.scrollIntoView({ block: "center" });
+    };
     let first = null;
     if (fell) first = ["the held-out reward", show(held)];
     else if (outside) first = [`${outside.name}, which is outside its healthy range (${number(outside.last)})`, show(outside.name)];
