@@ -4,11 +4,13 @@
 
 Every architecture is a small model of random float32 weights (``tests/support/architectures.py``). Its layout
 is what ``sequence_layout="auto"`` takes, after the check of a run; the gradient of a batch of groups is
-compared with the sum of the gradients of each completion alone, by the plain forward, without padding.
+compared with the sum of the gradients of each completion alone, by the plain forward, without padding. Vision
+models get prompts of no, one and two images.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,9 +24,12 @@ from support.architectures import (  # noqa: E402
     MAMBA,
     RIGHT,
     STATES,
+    VISION,
     alone,
     build,
+    build_vision,
     completions,
+    completions_of_images,
     values_and_gradients,
 )
 
@@ -33,15 +38,15 @@ from groupwise.policy.heads.capture import LogprobHead  # noqa: E402
 from groupwise.policy.logprobs import LogprobComputer, choose_layout  # noqa: E402
 
 START, END = "<!-- written by scripts/architecture_table.py -->", "<!-- end of the table -->"
-NAMES = {**RIGHT, **STATES, "jamba": JAMBA, "mamba": MAMBA}
+NAMES = {**RIGHT, **STATES, "jamba": JAMBA, "mamba": MAMBA, **VISION}
 
 
 def row_of(name: str) -> tuple[str, str, str, str, str]:
     """Return class, layout, decoding loop, difference of the gradient, and what is against a faster way."""
-    model = build(*NAMES[name]).eval()  # routers of some experts add noise in training
+    model = (build_vision(name) if name in VISION else build(*NAMES[name])).eval()  # experts may add noise
     path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
     computer = LogprobComputer(path.choice, LogprobHead("chunked"))
-    batch = completions()
+    batch = completions_of_images(name) if name in VISION else completions()
     expected = values_and_gradients(model, batch, alone)[2]
     given = values_and_gradients(model, batch, lambda m, b, _, **kwargs: computer(m, b, **kwargs))[2]
     size = max(float(gradient.abs().max()) for gradient in expected)
@@ -53,9 +58,9 @@ def row_of(name: str) -> tuple[str, str, str, str, str]:
         of_layout = of_layout._replace(reason="its state cannot be continued by several tokens")
     reasons = [of_layout.reason] if of_layout.choice == "padded" else []
     reasons += [] if decoding.reason in of_layout.reason else [decoding.reason]
-    kind = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    kind = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", "", type(model).__name__)
     return (
-        kind + (", sliding window" if "sliding" in name else ""),
+        kind + (", sliding window" if "sliding" in name else ", images" if name in VISION else ""),
         f"`{of_layout.choice}`",
         decoding.choice if not decoding.reason else "`generate`",
         f"{error:.0e}",

@@ -1,4 +1,7 @@
-"""Small models of many architectures, and batches of theirs with prompts and completions of many lengths."""
+"""Small models of many architectures, and batches of theirs with prompts and completions of many lengths.
+
+Vision models get images without a processor: random pixels, and as many image tokens as they become.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import torch
 import transformers
 
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.records import LogprobOutput, SamplerSettings
+from groupwise.records import ImageInputs, LogprobOutput, SamplerSettings
+from groupwise.records.images import join_images
 from support.batches import token_batch
 
 SIZES = {
@@ -103,15 +107,97 @@ JAMBA = (
 #: States alone: a cache without keys does not know its length.
 MAMBA = (transformers.MambaConfig, {"state_size": 4})
 
+IMAGE, START, END = 60, 61, 62  # tokens
+PIXELS, PATCH = 28, 14
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | {
+    "image_size": PIXELS,
+    "patch_size": PATCH,
+}
+BLOCKS = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+QWEN_2, QWEN_3 = (
+    {**BLOCKS, "patch_size": PATCH, **changes}
+    for changes in (
+        {"window_size": 56, "fullatt_block_indexes": [1]},
+        {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    )
+)
+QWEN_3_5 = {name: value for name, value in QWEN_3.items() if name != "deepstack_visual_indexes"}
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+QWEN_2_VL = {
+    "depth": 2,
+    "embed_dim": 16,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": PATCH,
+}
+TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END} | {
+    "image_start_token_id": START,
+    "image_end_token_id": END,
+    "video_token_id": 63,
+}
+#: Class of the config, changes of the language model, vision tower, other changes, tokens of an image; 0: by
+#: the grid of its patches, with positions of three axes.
+VISION = {
+    "qwen2_vl": (transformers.Qwen2VLConfig, {}, {**QWEN_2_VL, "patch_size": PATCH}, TOKENS, 0),
+    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, {}, QWEN_2, TOKENS, 0),
+    "qwen3_vl": (transformers.Qwen3VLConfig, {}, QWEN_3, TOKENS, 0),
+    "qwen3_5_vl": (transformers.Qwen3_5Config, LINEAR, QWEN_3_5, TOKENS, 0),
+    "qwen3_5_moe_vl": (transformers.Qwen3_5MoeConfig, {**LINEAR, **SHARED_EXPERT}, QWEN_3_5, TOKENS, 0),
+    "glm4v": (transformers.Glm4vConfig, {}, {**QWEN_3_5, "image_size": 2 * PIXELS}, TOKENS, 0),
+    "gemma3_vl": (
+        *(transformers.Gemma3Config, {"sliding_window": 8}, TOWER),
+        {
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+        },
+        4,
+    ),
+    "idefics3": (
+        *(transformers.Idefics3Config, {"model_type": "llama"}, TOWER),
+        {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
+        1,
+    ),
+    "llava": (
+        *(transformers.LlavaConfig, {"model_type": "llama"}),
+        {"model_type": "clip_vision_model", "projection_dim": 16, **TOWER},
+        *({"image_token_index": IMAGE, "image_seq_length": 4}, 4),
+    ),
+    "internvl": (
+        *(transformers.InternVLConfig, {"model_type": "qwen2"}),
+        {**TOWER, "image_size": [PIXELS, PIXELS], "patch_size": [PATCH, PATCH]},
+        *({"image_token_id": IMAGE, "image_seq_length": 1, "downsample_ratio": 0.5}, 1),
+    ),
+    "mistral3": (
+        *(transformers.Mistral3Config, {"model_type": "mistral"}),
+        {"model_type": "pixtral", **TOWER, "head_dim": 8},
+        *({"image_token_index": IMAGE, "spatial_merge_size": 1}, 4),
+    ),
+}
+
 
 def build(config_class, changes, seed=0):
     changes = dict(changes)
     attention = changes.pop("attn_implementation", None)
     known = vars(config_class())
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or "head_dim" in known}
-    torch.manual_seed(seed)
     extra = {} if attention is None else {"attn_implementation": attention}
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **changes), **extra)
+    return _build(transformers.AutoModelForCausalLM, config_class(**sizes, **changes), seed, **extra)
+
+
+def build_vision(name, seed=0):
+    """Return the vision model ``name`` with random weights."""
+    config_class, text, tower, others, num_tokens = VISION[name]
+    text = {**SIZES, **text, **({} if num_tokens else {"rope_parameters": ROPE})}
+    config = config_class(text_config=text, vision_config=tower, **others)
+    return _build(transformers.AutoModelForImageTextToText, config, seed)
+
+
+def _build(kind, config, seed, **extra):
+    torch.manual_seed(seed)
+    model = kind.from_config(config, **extra)
     with torch.no_grad():
         for parameter in model.parameters():  # attention far from uniform, so that a wrong key shows
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -135,6 +221,45 @@ def completions(lengths=((3, (4, 1, 7)), (9, (2, 0)), (2, (3,))), pad=2, seed=1)
     return token_batch(prompts, prompt_mask, completion, mask)
 
 
+def prompt_with_images(name, num_images, num_text, generator):
+    """Return the token ids of ``num_images`` random images and a text after them, and the image inputs."""
+    num_tokens = VISION[name][-1]
+    types_name = {"gemma3_vl": "token_type_ids"}.get(name, "" if num_tokens else "mm_token_type_ids")
+    ids, images = [], ImageInputs()
+    for _ in range(num_images):
+        pixels = torch.randn(1, 3, PIXELS, PIXELS, generator=generator)
+        arrays = {"pixel_values": pixels[None] if name == "idefics3" else pixels}
+        if name == "mistral3":
+            arrays["image_sizes"] = torch.tensor([[PIXELS, PIXELS]])
+        tokens = [IMAGE] * num_tokens
+        if not num_tokens:  # patches of two frames, four of them to a token
+            grid = torch.tensor([[1, 2 * int(torch.randint(2, 4, (), generator=generator)), 4]])
+            size = int(grid.prod())
+            arrays = {"pixel_values": torch.randn(size, 3 * 2 * PATCH**2, generator=generator)}
+            arrays["image_grid_thw"], tokens = grid, [START, *[IMAGE] * (size // 4), END]
+        types = {types_name: [int(token == IMAGE) for token in tokens]} if types_name else {}
+        end = max(index for index, token in enumerate(tokens) if token == IMAGE) + 1
+        images = images.followed_by(ImageInputs(arrays, types, end=end), len(ids))
+        ids += tokens
+    types = {types_name: [0] * num_text} if types_name else {}
+    images = images.followed_by(ImageInputs({}, types), len(ids))
+    return ids + torch.randint(3, 60, (num_text,), generator=generator).tolist(), images
+
+
+def completions_of_images(name, sizes=((4, 1, 7), (2, 0), (3, 1), (40, 2)), seed=1):
+    """Groups of rows after one image, two images, a text of the first prompt's length, and one image."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [prompt_with_images(name, num_images, 3, generator) for num_images in (1, 2, 0, 1)]
+    prompts[2] = prompt_with_images(name, 0, len(prompts[0][0]), generator)
+    batch = completions([(len(ids), each) for (ids, _), each in zip(prompts, sizes, strict=True)], seed=seed)
+    of_row = [prompt for prompt, each in zip(prompts, sizes, strict=True) for _ in each]
+    for row, (ids, _) in enumerate(of_row):
+        batch.prompt_ids_BL[row, -len(ids) :] = torch.tensor(ids)
+        batch.completion_ids_BT[row] %= START  # no token of an image
+        batch.completion_ids_BT[row][batch.completion_ids_BT[row] == IMAGE] = 5
+    return replace(batch, images=tuple(images for _, images in of_row))
+
+
 def values_and_gradients(model, batch, compute):
     """Log-probs, entropies and the gradient of a function of both, which weighs every token differently."""
     batch = replace(batch, sampler=SamplerSettings(temperature=0.7))
@@ -154,7 +279,9 @@ def alone(model, batch, head, *, with_entropy):
     for row in range(len(batch)):
         prompt = batch.prompt_ids_BL[row][batch.prompt_mask_BL[row].bool()]
         completion = batch.completion_ids_BT[row][batch.completion_mask_BT[row].bool()]
-        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0].float()
+        ids = torch.cat([prompt, completion])[None]
+        images = join_images(batch.images[row : row + 1], [0], ids.shape[1], "cpu") if batch.images else {}
+        logits = model(input_ids=ids, use_cache=False, **images).logits[0].float()
         logps = (logits[len(prompt) - 1 : -1] / batch.sampler.temperature).log_softmax(-1)
         values = torch.stack([logps.gather(1, completion[:, None])[:, 0], -(logps.exp() * logps).sum(-1)])
         rows.append(torch.nn.functional.pad(values, (0, width - len(completion))))

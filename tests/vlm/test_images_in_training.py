@@ -153,7 +153,7 @@ def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path)
     trainer = tiny.trainer(tmp_path, "qwen2_5_vl", max_steps=4, train_dataset=dataset, **settings)
     trainer.train()
     assert trainer.state.global_step == 4
-    assert trainer.logprob_computer.layout == "padded"
+    assert trainer.logprob_computer.layout == "forked"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])

@@ -107,6 +107,9 @@ class WindowRows:
         gradient = [bool(flag) for flag in flags]
         for row, tokens in enumerate(batch.context_tokens()):  # of a rollout of several rows
             completions[row] += tokens
+        for row, inputs in enumerate(batch.images or ()):
+            if inputs.end >= prompts[row]:  # images in the completion: no layout shares its prompt
+                group_ids[row] = -len(batch) - row
         return cls(prompts, completions, group_ids, gradient, [len(batch)], frozenset(batch.tensors()))
 
     @classmethod

@@ -19,6 +19,7 @@ from transformers.utils import find_adapter_config_file
 from groupwise.compat.torch import WRAPPER_NAMES
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError, boundary
+from groupwise.tokenization.images import image_token_id
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -237,13 +238,31 @@ def accepted_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(type(base_model(model)).forward).parameters)
 
 
+def multimodal_part(model: nn.Module) -> Any:
+    """Return the module that inserts images into a sequence, and has the positions of the last one."""
+    base = base_model(model)
+    return getattr(base, "model", base)
+
+
 def has_own_positions(model: nn.Module) -> bool:
     """Return True if the model derives multi-dimensional positions of image tokens itself."""
-    base = base_model(model)
-    return hasattr(getattr(base, "model", base), "get_rope_index")
+    return hasattr(multimodal_part(model), "get_rope_index")
 
 
 def is_text_only(model: nn.Module) -> bool:
     """Return True if the model has no vision or audio part."""
     config = base_model(model).config
     return config.get_text_config(decoder=True) is config
+
+
+def cannot_continue_images(model: nn.Module) -> str | None:
+    """Return the reason why text after images needs more than their cache; None if it does not."""
+    config = base_model(model).config
+    text = config.get_text_config(decoder=True)
+    if is_text_only(model):
+        return None
+    if image_token_id(config) is None or hasattr(text, "cross_attention_layers"):
+        return "it has a part whose inputs are not image tokens of the prompt"
+    if has_own_positions(model) and not hasattr(multimodal_part(model), "rope_deltas"):
+        return "it does not keep the positions after an image"
+    return None

@@ -36,6 +36,7 @@ from groupwise.policy.layouts.packed import (
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 from groupwise.records.fast_paths import FastPath
+from groupwise.records.images import has_images
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class LogprobComputer:
         self.mixed_precision = mixed_precision
         self.explicit = explicit
         self.fell_back, self.varlen = False, varlen
-        self.checked = layout == "padded"
+        self.checked = self.checked_images = layout == "padded"
         self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
@@ -196,11 +197,11 @@ class LogprobComputer:
         """
         parts = None if batch.contexts is None else model_rows(batch)  # of rollouts of several rows
         batch = batch if parts is None else parts.rows
-        can_pack = self._supports(model)
-        if can_pack and not self.checked:
+        can_pack, with_images = self._supports(model), has_images(batch.images)
+        if can_pack and not (self.checked and (self.checked_images or not with_images)):
             self._check(model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
-            self.checked = True
+            self.checked, self.checked_images = True, with_images or self.layout == "padded"
         if self.layout == "padded" or not can_pack:
             output = compute_padded_logprobs(
                 model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
@@ -211,7 +212,7 @@ class LogprobComputer:
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""
-        cause: RuntimeError | None = None
+        cause: Exception | None = None
         dtype = self.mixed_precision or next(model.parameters()).dtype
 
         def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
@@ -220,21 +221,23 @@ class LogprobComputer:
         try:
             check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
             passed, message = check.passed, f"does not reproduce this model's log-probs: {check}"
-        except RuntimeError as error:
-            if is_out_of_memory(error):
+        except Exception as error:  # the layout's forward of an unknown model, in any way
+            if isinstance(error, ConfigError) or (
+                isinstance(error, RuntimeError) and is_out_of_memory(error)
+            ):
                 raise
             passed, message, cause = False, f"cannot be checked: {type(error).__name__}: {error}", error
-        if not self.any_rank(not passed):
+        # Images of other ranks may come earlier than the first ones here: no collective then.
+        if passed if self.checked else not self.any_rank(not passed):
             return
         message = f"{self.layout!r} {'fails its check on another rank' if passed else message}"
         if self.varlen:
             logger.warning("varlen attention of sequence_layout=%s; attention is computed in blocks", message)
             self.varlen, self.paths[2:] = False, [FastPath("attention", "blocks", message, True)]
             return self._check(model, batch)
-        if self.explicit:
-            raise ConfigError(
-                f"sequence_layout={message}; use 'padded', or 'auto', which falls back to it with a warning"
-            ) from cause
+        if self.explicit or self.checked:
+            auto = "" if self.checked else ", or 'auto', which falls back to it with a warning"
+            raise ConfigError(f"sequence_layout={message}; use 'padded'{auto}") from cause
         logger.warning("sequence_layout=%s; using sequence_layout='padded'", message)
         self.layout, self.paths[0] = "padded", FastPath("layout", "padded", message, True)
         self.fell_back = True

@@ -36,12 +36,14 @@ class ImageInputs:
     images: the images before processing, in order, for engines with a processor of their own. Not part of a
         checkpoint.
     spans: spans whose image tokens are expanded, in order; for the same engines.
+    end: position after the last image token; 0 without images.
     """
 
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
     token_types: Mapping[str, Sequence[int]] = field(default_factory=dict)
     images: Sequence[Any] = field(default=(), metadata={"saved": False})
     spans: Sequence[ExpandedSpan] = field(default=(), metadata={"saved": False})
+    end: int = 0
 
     @cached_property
     def digest(self) -> str:
@@ -54,6 +56,10 @@ class ImageInputs:
             found.update(f"{name} {array.dtype} {tuple(array.shape)}".encode())
             found.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
+
+    def has_same_arrays(self, other: ImageInputs) -> bool:
+        """Return True if the images are those of ``other``; completions of a prompt share one object."""
+        return self is other or self.digest == other.digest
 
     def unexpanded(self, token_ids: Sequence[int]) -> list[int]:
         """Return the sequence with one image token per image."""
@@ -70,7 +76,7 @@ class ImageInputs:
             ExpandedSpan(max(start - count, 0), end - count, token_ids[max(count - start, 0) :])
             for start, end, token_ids in self.spans
         ]
-        return replace(self, token_types=types, spans=spans)
+        return replace(self, token_types=types, spans=spans, end=max(self.end - count, 0))
 
     def followed_by(self, other: ImageInputs, start: int) -> ImageInputs:
         """Append the image inputs of tokens that begin at position ``start`` of the sequence."""
@@ -83,7 +89,13 @@ class ImageInputs:
             own = list(self.token_types.get(name, ()))[:start]
             types[name] = [*own, *[0] * (start - len(own)), *other.token_types.get(name, ())]
         moved = [ExpandedSpan(first + start, end + start, ids) for first, end, ids in other.spans]
-        return ImageInputs(arrays, types, [*self.images, *other.images], [*self.spans, *moved])
+        last = start + other.end if other.arrays else self.end
+        return ImageInputs(arrays, types, [*self.images, *other.images], [*self.spans, *moved], last)
+
+
+def has_images(rows: Sequence[ImageInputs] | None) -> bool:
+    """Return True if a row has an image."""
+    return any(row.arrays for row in rows or ())
 
 
 def join_images(

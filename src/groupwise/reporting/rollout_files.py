@@ -269,7 +269,7 @@ class RolloutFiles(GRPOCallback):
 
 
 def _without_arrays(images: Sequence[ImageInputs] | None) -> tuple[ImageInputs, ...] | None:
-    return None if images is None else tuple(ImageInputs({}, row.token_types) for row in images)
+    return None if images is None else tuple(replace(row, arrays={}) for row in images)
 
 
 def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:

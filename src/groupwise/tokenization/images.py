@@ -135,15 +135,20 @@ def encode_prompt(
     else:
         ids, inputs = process_text(processing_class, cast(str, prompt), images)
     excess = 0 if max_length is None else max(len(ids) - max_length, 0)
-    tokenizer = processing_class.tokenizer
-    names = {getattr(owner, "image_token", None) for owner in (processing_class, tokenizer)} - {None}
-    if not {tokenizer.convert_tokens_to_ids(name) for name in names}.isdisjoint(ids[:excess]):
+    if not _image_tokens(processing_class).isdisjoint(ids[:excess]):
         raise ConfigError(
             f"a prompt of {len(ids)} tokens is longer than max_prompt_length={max_length}, and truncating it "
             f"would remove tokens of an image; set max_prompt_length to at least {len(ids)} or None, or let "
             "the processor produce fewer tokens per image (a smaller size, or max_pixels)"
         )
     return ids[excess:], inputs.without_first(excess)
+
+
+def _image_tokens(processor: ProcessorMixin) -> set[int]:
+    """Return the ids of the tokens that stand for a piece of an image."""
+    tokenizer = processor.tokenizer
+    names = {getattr(owner, "image_token", None) for owner in (processor, tokenizer)} - {None}
+    return {tokenizer.convert_tokens_to_ids(name) for name in names}
 
 
 def check_prompt_ids(
@@ -240,7 +245,10 @@ def _split_inputs(
             f"{type(processor).__name__} returned no tensor of pixel values for {num_images} image(s), only "
             f"{', '.join(inputs)}; this kind of model cannot be trained on images"
         )
-    return inputs["input_ids"][0].tolist(), ImageInputs(arrays, types)
+    ids = inputs["input_ids"][0].tolist()
+    tokens = _image_tokens(processor) if num_images else set()
+    last = max((index for index, token in enumerate(ids) if token in tokens), default=len(ids) - 1)
+    return ids, ImageInputs(arrays, types, end=last + 1 if num_images else 0)
 
 
 def load_image(image: Image) -> Image:

@@ -13,7 +13,21 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.architectures import JAMBA, MAMBA, RIGHT, STATES, alone, build, completions, values_and_gradients
+from support.architectures import (
+    IMAGE,
+    JAMBA,
+    MAMBA,
+    RIGHT,
+    STATES,
+    VISION,
+    alone,
+    build,
+    build_vision,
+    completions,
+    completions_of_images,
+    prompt_with_images,
+    values_and_gradients,
+)
 from support.runs import trainer
 
 from groupwise.compat.transformers import supports_cache_in_checkpoints
@@ -21,6 +35,7 @@ from groupwise.errors import ConfigError
 from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layouts import forked
+from groupwise.policy.layouts.check import probe_rows
 from groupwise.policy.layouts.forked import (
     cannot_fork,
     compute_forked_logprobs,
@@ -58,6 +73,98 @@ def test_values_and_gradients_are_those_of_each_row_alone(name):
     expected = values_and_gradients(model, batch, alone)
     # float32, states of 50 steps: 200 roundings of 6e-8
     assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_an_image_is_computed_once_and_its_tower_trained_the_same(name):
+    """One length of a prompt has one image, none and one; another has two images."""
+    model, batch = build_vision(name), completions_of_images(name)
+    assert cannot_fork(model) is None and len(fork_sequences(batch).forks) == 2
+    patches = []
+    model.register_forward_pre_hook(
+        lambda *given: patches.append(len(given[-1].get("pixel_values", ()))), with_kwargs=True
+    )
+    given = values_and_gradients(model, batch, compute)
+    once = {images.digest: images.arrays for images in batch.images if images.arrays}
+    assert sum(patches) == sum(len(arrays["pixel_values"]) for arrays in once.values())
+    expected = values_and_gradients(model, batch, alone)
+    assert_equal(given, expected, tolerance=1.2e-5)
+    for arrays in once.values():
+        arrays["pixel_values"].copy_(arrays["pixel_values"].flip(-1))
+    for changed, before in zip(values_and_gradients(model, batch, alone)[2], expected[2], strict=True):
+        assert (changed - before).abs().max() > 1e-4 * before.abs().max() or not before.any()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5_vl", "gemma3_vl"])
+def test_checkpoints_and_adapters_of_a_vision_model_train_the_same(name):
+    targets = r".*(q_proj|v_proj|in_proj_qkv|qkv|linear_fc1)"
+    adapter = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    model, batch = get_peft_model(build_vision(name), adapter), completions_of_images(name)
+    expected = values_and_gradients(model, batch, alone)
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+
+
+def test_prompts_of_one_text_with_other_images_are_other_prompts():
+    model, batch = build_vision("llava"), completions_of_images("llava")
+    first, last = batch.images[0], batch.images[-1]
+    same_text = replace(batch, prompt_ids_BL=batch.prompt_ids_BL[:1].repeat(len(batch), 1))
+    same_text = replace(same_text, prompt_mask_BL=batch.prompt_mask_BL[:1].repeat(len(batch), 1))
+    # An equal image that is another object, as after an exchange between ranks, is the same prompt.
+    copied = replace(last, arrays={name: array.clone() for name, array in last.arrays.items()})
+    same_text = replace(same_text, images=(first,) * 3 + (last, copied) * 3)
+    assert [prompts for prompts, _ in forked.plan_forks(shape_of(same_text), range(9))] == [
+        [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
+    ]
+    expected = values_and_gradients(model, same_text, alone)
+    assert_equal(values_and_gradients(model, same_text, compute), expected, tolerance=1.2e-5)
+
+
+def test_images_that_no_pass_has_whole_are_padded():
+    """Images of a tool in a completion, and one at the end of a prompt."""
+    model, batch = build_vision("llava"), completions_of_images("llava")
+    ids, images = prompt_with_images("llava", 1, 1, torch.Generator().manual_seed(3))
+    batch.completion_ids_BT[7, 4 : 4 + len(ids)] = torch.tensor(ids)
+    of_tool = batch.images[7].followed_by(images, 7 + 4)
+    batch.prompt_ids_BL[8, -7:] = batch.prompt_ids_BL[8, -7:].roll(3)  # 4 image tokens behind 3 of text
+    at_end = replace(batch.images[8], end=7)
+    batch = replace(batch, images=(*batch.images[:7], of_tool, at_end))
+    forks = fork_sequences(batch)
+    assert forks.padded_rows == [7, 8] and forks.num_tokens() == 2 * 6 + 5 * 7 + 10 + 2 * 2 + 2 * 47
+    expected = values_and_gradients(model, batch, alone)
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+    # The check of a run leaves them out.
+    few = probe_rows(batch, IMAGE)
+    assert [images.end for images in few.images] == [4, 4, 0, 0] and not (
+        few.completion_ids_BT == IMAGE
+    ).any()
+    few = probe_rows(batch.select([7, 8]), IMAGE)
+    assert few.images is None and IMAGE not in few.completion_ids_BT[1]
+
+
+def test_images_are_checked_where_they_come_after_text():
+    """The first micro-batch has none: the check of a run sees no image."""
+    model, batch = build_vision("qwen2_vl").eval(), completions_of_images("qwen2_vl")
+    computer = LogprobComputer("forked", LogprobHead("chunked"))
+    text = batch.select([5, 6])
+    computer(model, text, with_entropy=False)
+    asked = []
+    computer.any_rank = lambda failed: asked.append(failed) or failed
+
+    class Forgets(type(model.model)):
+        """A model that does not keep the positions after an image."""
+
+        rope_deltas = property(lambda self: torch.zeros(1, 1).long(), lambda self, value: None)
+
+    model.model.__class__ = Forgets
+    with pytest.raises(ConfigError, match=r"'forked' does not reproduce this .*; use 'padded'$"):
+        computer(model, batch, with_entropy=False)
+    assert asked == [] and computer.layout == "forked"
+    computer = LogprobComputer("forked", LogprobHead("chunked"))
+    computer(model, batch, with_entropy=False)
+    assert computer.layout == "padded"
 
 
 def test_gradient_checkpointing_recomputes_the_same():
@@ -157,15 +264,16 @@ def test_the_table_of_architectures_says_what_auto_takes():
     lines = (Path(__file__).parents[3] / "docs" / "models.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if re.search(r"\| \de-\d\d \|", line)]
     # Jamba, padded by the check, Mamba, and Gemma 2, which is not built with every version.
-    assert len(rows) == len({"gemma2", *RIGHT}) + len(STATES) + 2
+    assert len(rows) == len({"gemma2", *RIGHT}) + len(STATES) + 2 + len(VISION)
     assert all(float(difference) <= 2e-6 for _, _, _, difference, *_ in rows)
-    layouts = {name.partition(",")[0]: (layout, decoding) for name, layout, decoding, *_ in rows}
-    for kind, changes in {**RIGHT, **STATES, "mamba": MAMBA}.values():
-        model = build(kind, changes)
+    layouts = {name.replace(", sliding window", ""): row[:2] for name, *row in rows}
+    models = [build(*kind) for kind in (*RIGHT.values(), *STATES.values(), MAMBA)]
+    for model in [*models, *map(build_vision, VISION)]:
         path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
         loop = decoding_path(model, transformers.GenerationConfig(do_sample=True, use_cache=True)).choice
-        name = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        assert layouts[name] == (f"`{path.choice}`", loop.replace("transformers", "`generate`"))
+        name = re.sub("ForCausalLM|LMHeadModel", "", type(model).__name__)
+        name = name.replace("ForConditionalGeneration", ", images")
+        assert layouts[name] == [f"`{path.choice}`", loop.replace("transformers", "`generate`")]
 
 
 def test_auto_takes_it_where_prompts_cannot_be_packed():

@@ -19,6 +19,11 @@ from datasets import Dataset
 from groupwise.tokenization.images import encode_prompt
 from support import tiny_vlm as tiny
 
+#: One micro-batch of each rank has prompts with and without images, which the KL trains on as well.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"rows": 4, "gradient_accumulation_steps": 1, "beta": 0.1}
+}
+
 
 def fixed_rollouts(texts: list[Any], trainer: Any) -> dict[str, Any]:
     """A rollout_func whose completions depend on the step and the row's index in the global batch."""
@@ -46,13 +51,12 @@ def weights(output_dir: Path, family: str, *, rows: int, **settings: Any) -> dic
         rollout_func=fixed_rollouts,
         train_dataset=Dataset.from_list(tiny.rows(8), features=tiny.FEATURES),
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=2,
         optim="sgd",
         learning_rate=0.05,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         shuffle_dataset=False,
-        **settings,
+        **{"gradient_accumulation_steps": 2, **settings},
     )
     trainer.train()
     return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
@@ -61,7 +65,10 @@ def weights(output_dir: Path, family: str, *, rows: int, **settings: Any) -> dic
 def main(output_dir: Path, families: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(120, exit=True)  # prints the stacks of a rank that hangs
-    results = {family: weights(output_dir / "run", family, rows=2) for family in families}
+    results = {
+        family: weights(output_dir / "run", family, **SETTINGS.get(family, {"rows": 2}))
+        for family in families
+    }
     if torch.distributed.get_rank() == 0:
         torch.save(results, output_dir / "weights.pt")
     torch.distributed.destroy_process_group()

@@ -19,9 +19,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.introspection import evaluation_mode, unwrapped
+from groupwise.policy.introspection import base_model, evaluation_mode, unwrapped
 from groupwise.policy.layouts.padded import compute_padded_logprobs
-from groupwise.records import TokenBatch
+from groupwise.records import ImageInputs, TokenBatch
+from groupwise.records.images import has_images
+from groupwise.tokenization.images import image_token_id
 
 #: Log-probs (B, T) under a model in some layout, differentiable.
 ComputeLogps = Callable[[nn.Module, TokenBatch], torch.Tensor]
@@ -99,7 +101,8 @@ def check_layout(
     Raises:
         RuntimeError: the model does not run in float32.
     """
-    rows = probe_rows(batch)  # at most 4 rows of 32 + 32 tokens
+    image_token = image_token_id(base_model(model).config)
+    rows = probe_rows(batch, image_token)  # at most 4 rows of 32 + 32 tokens, more with images
     # Below DDP: it expects a backward pass after each of its forward passes with gradients.
     inner = model if sharded else unwrapped(model)
     # Two weights near the input: their gradients pass all layers. Not an embedding: five tensors of its size
@@ -138,16 +141,24 @@ def check_layout(
     return LayoutCheck(errors(*of_layout), errors(*of_padded), dtype, num_tokens)
 
 
-def probe_rows(batch: TokenBatch) -> TokenBatch:
+def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
     """Return at most four rows, shortened, their completions continued with tokens of these rows.
 
-    Completions of a few tokens would leave the decision to their rounding. The lengths differ by row.
+    Completions of a few tokens would leave the decision to their rounding. The lengths differ by row. Prompts
+    with images come first and stay whole; rows with images in their completion are left out, or lose them.
     """
-    last = len(batch) - 1
-    few = batch.select(sorted({0, min(1, last), max(last - 1, 0), last})).shortened(_TOKENS, _TOKENS)
+    inputs = batch.images or (ImageInputs(),) * len(batch)
+    lengths = batch.prompt_mask_BL.sum(-1).tolist()
+    whole = [row for row, length in enumerate(lengths) if inputs[row].end < length]
+    rows = sorted(whole or range(len(batch)), key=lambda row: not inputs[row].arrays)
+    last = len(rows) - 1
+    few = batch.select([rows[index] for index in sorted({0, min(1, last), max(last - 1, 0), last})])
+    images = few.images if whole else None
+    few = few.shortened(few.prompt_ids_BL.shape[1] if has_images(images) else _TOKENS, _TOKENS)
     prompt_mask_BL, mask_BT = few.prompt_mask_BL.bool(), few.completion_mask_BT.bool()
     # All real tokens of these rows, flat.
     found = torch.cat([few.prompt_ids_BL[prompt_mask_BL], few.completion_ids_BT[mask_BT]])
+    found = found[found != (-1 if image_token is None else image_token)]
     step_T = torch.arange(_TOKENS, device=found.device)
     row_B1 = torch.arange(len(few), device=found.device).unsqueeze(1)
     filler_BT = found[(step_T * (2 * row_B1 + 1) + row_B1) % len(found)]  # in another order in every row
@@ -163,6 +174,7 @@ def probe_rows(batch: TokenBatch) -> TokenBatch:
         group_ids_B=few.group_ids_B,
         old_logps_BT=torch.full(ids_BT.shape, torch.nan, device=ids_BT.device),
         sampler=batch.sampler,
+        images=images,
     )
 
 

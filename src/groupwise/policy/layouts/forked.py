@@ -1,6 +1,7 @@
 """Forked layout: the prompt of a group once, then its completions from copies of the cache after the prompt.
 
-For models whose layers keep a recurrent or convolution state, or attention that the hook cannot separate::
+For models whose layers keep a recurrent or convolution state, or attention that the hook cannot separate, and
+for models of images, which are inputs of the first pass alone::
 
     prompts (P, L - 1)    [p0 p1]         first pass: keys, values and states after it, with gradients
                              |            one copy for each of the R rows
@@ -42,12 +43,16 @@ from groupwise.policy.introspection import (
     CausalLM,
     accepted_arguments,
     base_model,
+    cannot_continue_images,
+    has_own_positions,
     has_prompt_learning,
-    is_text_only,
+    multimodal_part,
     unwrapped,
 )
 from groupwise.policy.layouts.packed import Shape, dropout_of_attention, shape_of
-from groupwise.records import LogprobOutput, TokenBatch
+from groupwise.policy.layouts.padded import compute_padded_logprobs
+from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
+from groupwise.records.images import has_images, join_images
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
 #: Methods by which a forward pass writes to a layer of its cache.
@@ -73,23 +78,34 @@ class Continuations:
 
 @dataclass(frozen=True)
 class Fork:
-    """Distinct prompts of one length without their last tokens, (P, L - 1), and all their completions."""
+    """Distinct prompts of one length without their last tokens, (P, L - 1), and all their completions.
+
+    images: image inputs of the P prompts; empty without a processor.
+    """
 
     prompt_ids_PL: torch.Tensor
     parts: list[Continuations]
+    images: Sequence[ImageInputs]
 
 
 @dataclass(frozen=True)
 class ForkedSequences:
-    """Inputs of the forward passes over the sequences of a micro-batch."""
+    """Inputs of the forward passes over the sequences of a micro-batch.
+
+    padded_rows: rows with images in their completion or at the end of their prompt: no pass has all of one.
+    padded: these rows; None: there are none.
+    """
 
     forks: list[Fork]
+    padded_rows: list[int]
+    padded: TokenBatch | None
 
     def num_tokens(self) -> int:
         """Return the number of input tokens of all passes, padding included."""
         parts = [part for fork in self.forks for part in fork.parts]
         prompts = sum(fork.prompt_ids_PL.numel() for fork in self.forks)
-        return prompts + sum(part.input_ids_RT.numel() for part in parts)
+        padded = 0 if self.padded is None else self.padded.num_tokens()
+        return prompts + sum(part.input_ids_RT.numel() for part in parts) + padded
 
 
 def plan_forks(shape: Shape, rows: Sequence[int]) -> list[tuple[list[list[int]], list[list[int]]]]:
@@ -132,9 +148,12 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
     """Arrange the sequences of ``batch`` in passes. Waits once for the device, to read the lengths."""
     shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
+    images = batch.images or ()
+    padded = [row for row, inputs in enumerate(images) if inputs.end >= shape.prompts[row]]
+    rows_left = [row for row in range(len(batch)) if row not in padded]
     forks = []
     # P groups of prompts with L tokens, and blocks of R of their completions, at most T tokens long.
-    for groups, blocks in plan_forks(shape, range(len(batch))):
+    for groups, blocks in plan_forks(shape, rows_left):
         length = shape.prompts[groups[0][0]]
         prompt_of = {row: index for index, group in enumerate(groups) for row in group}
         first = torch.tensor([group[0] for group in groups], device=device)
@@ -152,8 +171,10 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
                 kept = join_sampling_masks([batch.sampling_mask[row] for row in rows], [width] * len(rows))
             prompt_R = torch.tensor([prompt_of[row] for row in rows], device=device)
             parts.append(Continuations(rows_R, prompt_R, input_ids_RT, target_RT, kept))
-        forks.append(Fork(prompt_ids_PL, parts))
-    return ForkedSequences(forks)
+        forks.append(Fork(prompt_ids_PL, parts, [images[group[0]] for group in groups] if images else ()))
+    # Images last: DDP searches the graph of the last pass for parameters without a gradient.
+    forks.sort(key=lambda fork: has_images(fork.images))
+    return ForkedSequences(forks, padded, batch.select(padded) if padded else None)
 
 
 def compute_forked_logprobs(
@@ -171,32 +192,26 @@ def compute_forked_logprobs(
     Raises:
         RuntimeError: the model did not use the cache that it was given, or reentrant checkpoints detach it.
     """
-    name, accepted = cache_argument(base_model(model)) or "", accepted_arguments(model)
-
-    def inputs_of(ids_RT: torch.Tensor, start: int, cache: ForkableCache) -> ModelInputs:
-        inputs: ModelInputs = {"input_ids": ids_RT, name: cache}
-        if "position_ids" in accepted:  # not every model derives them from its cache
-            position_T = torch.arange(start, start + ids_RT.shape[1], device=ids_RT.device)
-            inputs["position_ids"] = position_T.expand(ids_RT.shape)
-        return inputs
-
+    accepted = accepted_arguments(model)
     order: list[torch.Tensor] = []
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
+
+    def add(rows_R: torch.Tensor, logps_RT: torch.Tensor, entropy_RT: torch.Tensor | None) -> None:
+        gap = width - logps_RT.shape[1]
+        order.append(rows_R)
+        logps.append(F.pad(logps_RT, (0, gap)))  # (R, T) of the batch
+        if entropy_RT is not None:
+            entropies.append(F.pad(entropy_RT, (0, gap)))
+
     for fork in forked.forks:
         prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
-        if fork.prompt_ids_PL.numel():  # a prompt of one token has nothing before its last token
-            with checkpoints_keep_cache(model):
-                # Below DDP: its hooks fire once per backward pass, whichever passes a parameter was used in.
-                unwrapped(model)(
-                    **inputs_of(fork.prompt_ids_PL, 0, prompt), logits_to_keep=1, use_cache=False
-                )
-            prompt.check_written()
+        start_P1 = _read_prompts(model, fork, prompt, accepted)
         for part in fork.parts:
             before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
             cache = ForkableCache(before, num_tokens, keep=False)
-            inputs = inputs_of(part.input_ids_RT, fork.prompt_ids_PL.shape[1], cache)
+            inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache, accepted)
             with checkpoints_keep_cache(model):
                 logps_RT, entropy_RT, _ = forward_logprobs(
                     model,
@@ -208,13 +223,45 @@ def compute_forked_logprobs(
                     kept=part.kept,
                 )
             cache.check_written()
-            order.append(part.rows_R)
-            logps.append(F.pad(logps_RT, (0, width - part.target_RT.shape[1])))  # (R, T) of the batch
-            if entropy_RT is not None:
-                entropies.append(F.pad(entropy_RT, (0, width - part.target_RT.shape[1])))
+            add(part.rows_R, logps_RT, entropy_RT)
         prompt.after.clear()  # a recomputation reads the layers before the pass alone
+    if forked.padded is not None:
+        output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy)
+        rows_R = torch.tensor(forked.padded_rows, device=output.logps_BT.device)
+        add(rows_R, output.logps_BT, output.entropy_BT)
     back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
     return LogprobOutput(torch.cat(logps)[back_B], torch.cat(entropies)[back_B] if entropies else None)
+
+
+def _inputs_of(
+    model: nn.Module, ids_RT: torch.Tensor, start_R1: torch.Tensor, cache: ForkableCache, accepted: set[str]
+) -> ModelInputs:
+    """Return the arguments of a pass over tokens whose positions begin at ``start_R1`` (R, 1)."""
+    inputs: ModelInputs = {"input_ids": ids_RT, cache_argument(base_model(model)) or "": cache}
+    if "position_ids" in accepted:  # not every model derives them from its cache
+        inputs["position_ids"] = start_R1 + torch.arange(ids_RT.shape[1], device=ids_RT.device)
+    return inputs
+
+
+def _read_prompts(model: nn.Module, fork: Fork, cache: ForkableCache, accepted: set[str]) -> torch.Tensor:
+    """Write the prompts of ``fork`` and their images to ``cache``; returns their next positions (P, 1)."""
+    ids_PL = fork.prompt_ids_PL
+    size, length = ids_PL.shape
+    start_P1 = ids_PL.new_zeros(size, 1)
+    if not length:  # a prompt of one token has nothing before its last token
+        return start_P1
+    inputs = _inputs_of(model, ids_PL, start_P1, cache, accepted)
+    arrays = join_images(fork.images, [0] * size, length, ids_PL.device)
+    inputs.update({name: value for name, value in arrays.items() if name in accepted})
+    own_positions = has_images(fork.images) and has_own_positions(model)
+    if own_positions:
+        inputs.pop("position_ids", None)
+    with checkpoints_keep_cache(model):
+        # Below DDP: its hooks fire once per backward pass, whichever passes a parameter was used in.
+        unwrapped(model)(**inputs, logits_to_keep=1, use_cache=False)
+    cache.check_written()
+    # An image takes fewer positions than tokens.
+    return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
 
 
 class ForkableCache(DynamicCache):
@@ -309,8 +356,8 @@ def cannot_fork(model: nn.Module) -> str | None:
     base: CausalLM = base_model(model)
     if has_prompt_learning(model):
         return "its adapter adds virtual tokens to every prompt"
-    if not is_text_only(model):
-        return "it has a vision or audio part"
+    if reason := cannot_continue_images(model):
+        return reason
     if base.config.is_encoder_decoder or not supports_dynamic_cache(base):
         return f"transformers makes no DynamicCache for {type(base).__name__}"
     if reason := cache_without_rows(base)[0]:

@@ -235,6 +235,9 @@ def shape_of(batch: TokenBatch) -> Shape:
     """Return lengths and repeated prompts of ``batch``, in a single transfer from the device."""
     ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
     same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)  # (B - 1,), padding compares equal too
+    if batch.images is not None:  # rows of one text may have other images
+        equal = [one.has_same_arrays(other) for one, other in pairwise(batch.images)]
+        same &= torch.tensor(equal, dtype=torch.bool, device=same.device)
     repeats = F.pad(same, (1, 0))  # (B,), False for the first row
     # (3, B): one transfer to the host, not three.
     columns = torch.stack([mask.sum(-1), batch.completion_mask_BT.sum(-1), repeats.long()])

@@ -20,7 +20,7 @@ from torch import nn
 from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
 from groupwise.policy.introspection import accepted_arguments, has_own_positions, has_prompt_learning
 from groupwise.records import LogprobOutput, TokenBatch
-from groupwise.records.images import join_images
+from groupwise.records.images import has_images, join_images
 from groupwise.records.sampling_mask import join_sampling_masks
 
 
@@ -105,8 +105,7 @@ def padded_inputs(model: nn.Module, batch: TokenBatch) -> tuple[ModelInputs, tor
         starts = batch.prompt_ids_BL.shape[1] - batch.prompt_mask_BL.sum(-1)
         joined = join_images(batch.images, starts.tolist(), input_ids_BS.shape[1], input_ids_BS.device)
         inputs.update({name: value for name, value in joined.items() if name in accepted})
-    has_images = batch.images is not None and any(row.arrays for row in batch.images)
-    if "position_ids" in accepted and not (has_images and has_own_positions(model)):
+    if "position_ids" in accepted and not (has_images(batch.images) and has_own_positions(model)):
         begun, not_ended = (mask.cummax(-1).values for mask in (mask_BS, mask_BS.flip(-1)))
         # 1 from the first to the last real token, so that the sum counts gaps: (B, S) from 0.
         inputs["position_ids"] = ((begun * not_ended.flip(-1)).cumsum(-1) - 1).clamp(min=0)
