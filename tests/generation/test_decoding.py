@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.architectures import VISION, build_vision, completions_of_images
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -56,12 +57,13 @@ from groupwise.generation.decoding import (
     OneQueryAttention,
     can_decode_groups,
     decode_groups,
+    decoding_path,
     group_prompts,
     sample_tokens,
 )
 from groupwise.generation.growing_cache import GrowingLayer
 from groupwise.generation.transformers_backend import TransformersBackend
-from groupwise.records import SamplingOptions
+from groupwise.records import ImageInputs, SamplingOptions
 
 SIZE = {
     "vocab_size": 40,
@@ -327,7 +329,8 @@ def test_rows_that_ended_leave_the_batch():
 
 def test_sequences_are_padded_like_those_of_generate():
     model, config = tiny("llama", 1), settings()
-    distinct, copies = group_prompts(PROMPTS)
+    first, copies = group_prompts(PROMPTS)
+    distinct = [PROMPTS[row] for row in first]
     loop = partial(decode_groups, copies=copies)
     found, expected = (
         model.generate(
@@ -498,8 +501,32 @@ def test_a_window_hides_older_positions():
     torch.testing.assert_close(expected, by_hand)
 
 
+@pytest.mark.parametrize("name", VISION)
+def test_images_are_computed_once_per_group_and_decoded_as_generate_does(name):
+    model, batch = build_vision(name).eval(), completions_of_images(name)
+    pairs = zip(batch.prompt_ids_BL, batch.prompt_mask_BL.bool(), strict=True)
+    prompts = [ids[mask].tolist() for ids, mask in pairs]
+    config = settings(max_new_tokens=12, do_sample=False, eos_token_id=list(range(5, 30)))
+    path = decoding_path(model, config)
+    if "makes no DynamicCache" in path.reason:  # Qwen3.5 before transformers 5.19
+        pytest.skip(path.reason)
+    stock, own = (TransformersBackend(lambda: model, config) for _ in range(2))
+    stock.stock_decoding = True
+    seen = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+    images = SamplingOptions(images=list(batch.images))
+    completions = own.generate(prompts, images)
+    assert path.choice == "own loop" and seen[0][0] == 4 and seen[1][1] == 1
+    leave = sum(len(completion.token_ids) < 12 for completion in completions) >= 3  # of nine rows
+    assert min(rows for rows, _ in seen[1:]) < (9 if leave else 10)
+    assert completions == stock.generate(prompts, images)
+
+
 def test_neighbouring_equal_prompts_are_one_group():
-    assert group_prompts([[1], [1], [2, 3], [1]]) == ([[1], [2, 3], [1]], [2, 1, 1])
+    assert group_prompts([[1], [1], [2, 3], [1]]) == ([0, 2, 3], [2, 1, 1])
+    red, blue = (ImageInputs({"pixel_values": torch.tensor([color])}) for color in (1.0, 2.0))
+    again = ImageInputs({"pixel_values": torch.tensor([1.0])})
+    assert group_prompts([[1]] * 4, [red, again, blue, ImageInputs()]) == ([0, 2, 3], [2, 1, 1])
 
 
 @pytest.mark.real_model

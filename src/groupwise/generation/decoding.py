@@ -10,9 +10,9 @@ D head size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +40,14 @@ from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.introspection import CausalLM, has_prompt_learning, is_text_only, without_adapter
+from groupwise.policy.introspection import (
+    CausalLM,
+    cannot_continue_images,
+    has_prompt_learning,
+    without_adapter,
+)
 from groupwise.records.fast_paths import FastPath
+from groupwise.records.images import ImageInputs
 
 #: Generation settings that act on each row independently, through a logits processor or a stopping criterion.
 ROW_SETTINGS = frozenset(
@@ -80,10 +86,16 @@ class ForeignProcessorError(Exception):
     """A logits processor or stopping criterion may have state per row, and must see all rows in order."""
 
 
-def group_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[int]]:
-    """Merge adjacent equal prompts; returns the distinct prompts and the number of copies of each."""
-    groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
-    return [prompt for prompt, _ in groups], [copies for _, copies in groups]
+def group_prompts(
+    prompts: Sequence[Sequence[int]], images: Sequence[ImageInputs] = ()
+) -> tuple[list[int], list[int]]:
+    """Merge adjacent equal prompts with equal images; returns the row of the first and the number of each."""
+    first: list[int] = []
+    for row, prompt in enumerate(prompts):
+        same = row and prompt == prompts[row - 1]
+        if not (same and (not images or images[row].has_same_arrays(images[row - 1]))):
+            first.append(row)
+    return first, [end - start for start, end in pairwise([*first, len(prompts)])]
 
 
 def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
@@ -112,8 +124,8 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
         return "the adapter adds virtual tokens", False
     if base.config.is_encoder_decoder:
         return f"{name} has an encoder", False
-    if not is_text_only(model):  # position ids are computed differently
-        return f"{name} has a vision or audio part", False
+    if no_images := cannot_continue_images(model):
+        return no_images, False
     if not supports_dynamic_cache(base):
         return f"transformers makes no DynamicCache for {name}", False
     reason, unknown = cache_without_rows(base)
@@ -227,6 +239,7 @@ def decode_groups(
     generation_config: GenerationConfig,
     *,
     copies: Sequence[int],
+    image_arrays: Collection[str] = (),
     make_sampler: Callable[..., RowSampler] = RowSampler,
     **model_kwargs: Any,
 ) -> torch.Tensor:
@@ -237,6 +250,7 @@ def decode_groups(
     Args:
         input_ids: P distinct prompts, padded on the left: (P, L).
         copies: number of completions per prompt, P.
+        image_arrays: names of the arguments that have images, not one row per prompt.
         make_sampler: called with the processors, the criteria and the generation config.
 
     Returns:
@@ -252,6 +266,7 @@ def decode_groups(
     limit, pad = generation_config.max_length, generation_config.pad_token_id
     sequences = input_ids.new_full((len(rows_R), limit), pad)  # filled as rows leave the batch
     outputs = prefill(model, input_ids, generation_config, model_kwargs)  # one forward of P prompts
+    model_kwargs = {name: value for name, value in model_kwargs.items() if name not in image_arrays}
     batch = _Rows(model, input_ids, outputs, model_kwargs)
     continue_rows(batch.cache, rows_R, limit)  # P rows of keys and values become R
     batch.select(rows_R)
@@ -329,7 +344,8 @@ class _Rows:
         self.tokens_RS, self.logits_RV = self.tokens_RS[rows_R], self.logits_RV[rows_R]
         for name, value in self.kwargs.items():
             if isinstance(value, torch.Tensor) and value.ndim > 1:  # 1-D tensors are shared by all rows
-                self.kwargs[name] = value[rows_R]
+                by_axis = name == "position_ids" and value.ndim == 3  # time, height, width: (3 or 4, R, S)
+                self.kwargs[name] = value[:, rows_R] if by_axis else value[rows_R]
 
     def append(self, tokens_R: torch.Tensor) -> None:
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], dim=1)

@@ -210,11 +210,14 @@ class TransformersBackend(GenerationBackend):
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
             generator = self.generator_of(sampling, model.device)
             draws: Any = nullcontext() if generator is None else DrawnFrom(generator)
-            if not (images or lockstep or self.stock_decoding) and can_decode_groups(model, config):
-                rows, copies = group_prompts(prompts)  # P rows, of which the loop makes B
+            if not (lockstep or self.stock_decoding) and can_decode_groups(model, config):
+                first, copies = group_prompts(prompts, images)  # P rows, of which the loop makes B
+                rows, images = [prompts[row] for row in first], [images[row] for row in first if images]
                 draws = nullcontext()  # the sampler has the generator
                 make_sampler = partial(RowSampler, recorder=recorder, generator=generator)
-                loop = {"custom_generate": partial(decode_groups, copies=copies, make_sampler=make_sampler)}
+                own_loop = partial(decode_groups, copies=copies, make_sampler=make_sampler)
+                arrays = {name for row in images for name in row.arrays}
+                loop = {"custom_generate": partial(own_loop, image_arrays=arrays)}
             elif recorder is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}

@@ -36,7 +36,7 @@ from groupwise.generation.transformers_backend import (
     without_model_settings,
 )
 from groupwise.generation.truncation import make_recorder
-from groupwise.policy.introspection import CausalLM, evaluation_mode
+from groupwise.policy.introspection import CausalLM, evaluation_mode, is_text_only
 from groupwise.records import Completion, SamplingOptions
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class SharedBackend(TransformersBackend):
 
     def check(self, sampling: SamplingOptions = RUN_SETTINGS) -> None:
         """Raise ConfigError if a setting does not act on each row independently."""
-        if self.stock_decoding or not can_decode_groups(self.model(), self.config_of(sampling)):
+        model, config = self.model(), self.config_of(sampling)
+        if self.stock_decoding or not (is_text_only(model) and can_decode_groups(model, config)):
             raise ConfigError(
                 f"run {self.thread.name!r}: the model, its cache or a sampling setting needs the decoding "
                 "loop of transformers, which the shared sampler does not have; train the run on its own"
@@ -95,7 +96,8 @@ class _Part:
 
     def __init__(self, model: CausalLM, request: SampleRequest, length: int) -> None:
         self.request, self.backend = request, request.backend
-        self.prompts, self.copies = group_prompts(request.prompts)  # P distinct prompts of the run
+        first, self.copies = group_prompts(request.prompts)
+        self.prompts = [request.prompts[row] for row in first]  # P distinct prompts of the run
         self.config = self.backend.config_of(request.sampling)
         self.recorder = make_recorder(model, self.config)  # None: nothing is truncated
         self.rows_R: torch.Tensor  # positions of its rows in the batch
