@@ -7,7 +7,7 @@ JOBS ?= 2
 # An environment that forbids bytecode makes every process compile what it imports: 18 s for the trainer instead of 8.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test update check lint docs mutation compat compat-vllm clean
+.PHONY: quickstart test update check lint docs faults mutation compat compat-vllm clean
 
 # With vLLM it runs in the environment of the tests, which has an engine.
 quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
@@ -25,6 +25,10 @@ else
 	$(MAKE) -j $(JOBS) versions-oldest versions-newest
 	$(PYTEST) $(FIRST:%=--ignore %)
 endif
+
+# Kills a run 50 times, each time with another number of processes after it: one history. About 15 minutes on two cores.
+faults: $(VENV)/installed
+	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(PYTHON) -m support.faults $(ARGS)
 
 # Private symbols, decoding, layouts, adapters, resumed runs and examples with the oldest or the newest transformers.
 versions-%: $(VENV)/installed

@@ -423,9 +423,15 @@ class Recording:
         return sorted({int(match[2]) for match in found if match and match[1] == "step"})
 
     def check_step(self, step: int) -> None:
-        """Raise ConfigError if neither an optimizer step nor its generation is recorded."""
+        """Raise ConfigError if a step is not recorded, or by another number of ranks than the last ones."""
         if step not in self.steps and not any(self.folder.glob(file_name("generation", step, 0, 0))):
             raise ConfigError(f"step {step} is not recorded; recorded steps: {_ranges(self.steps)}")
+        ranks, now = len(list(self.folder.glob(f"step-{step:06d}.rank*"))), self.header["world_size"]
+        if ranks not in (0, now):
+            raise ConfigError(
+                f"step {step} was recorded by {ranks} processes, before the run resumed with {now}: only "
+                "later steps can be replayed"
+            )
 
     def step(self, step: int, rank: int = 0) -> StepRecord:
         """Read an optimizer step."""
@@ -433,11 +439,6 @@ class Recording:
         def made(values: Any) -> StepRecord:
             computed = [ComputedRows(**rows) for rows in values["computed"]]
             record = StepRecord(**{**values, "computed": computed})
-            if record.world_size != self.header["world_size"]:
-                raise ConfigError(
-                    f"step {step} was recorded by {record.world_size} processes, before the run resumed with "
-                    f"{self.header['world_size']}: only later steps can be replayed"
-                )
             return _checked(record, record.window, MicroBatch)
 
         return self._read(file_name("step", step, rank), made)

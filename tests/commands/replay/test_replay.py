@@ -249,6 +249,14 @@ def test_a_replay_on_two_processes_and_the_error_of_another_number(tmp_path, tin
         replay(tmp_path / "run", 2)
 
 
+def test_a_step_of_another_number_of_processes_than_the_last_ones_is_refused(tmp_path, tiny):
+    recorded(tmp_path, tiny())
+    for rank in (1, 2):  # the run was resumed on one process after step 1
+        (tmp_path / FOLDER / file_name("step", 1, rank)).write_bytes(b"")
+    with pytest.raises(ConfigError, match="recorded by 3 processes, before the run resumed with 1"):
+        replay(tmp_path, 1)
+
+
 # Records that were changed.
 
 
@@ -363,7 +371,8 @@ def test_other_versions_have_a_budget(tmp_path, tiny):
 
 
 def test_the_runs_own_objective_has_cosine_one_and_the_recorded_loss(tmp_path, tiny):
-    run = recorded(tmp_path, tiny(), num_iterations=2, gradient_accumulation_steps=2, loss_type="grpo")
+    settings = {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "seed": 1}
+    run = recorded(tmp_path, tiny(), **settings)
     record = Recording(tmp_path / FOLDER).step(2)  # off-policy: ratios differ from 1
     rows = objective_table([record], run.args)
     assert rows[0].name == "grpo" and rows[0].cosine == 1.0

@@ -181,6 +181,7 @@ def make_trainer(
         "train_dataset": prompts(24),
         "eval_dataset": prompts(5),
         "rollout_func": None,
+        "peft_config": None,
         "reward_processing_classes": None,
         "compute_metrics": None,
     }
@@ -272,10 +273,8 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         steps_per_generation=micro_batches,
         num_generations=4,
         num_iterations=2,
-        max_steps=3,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        **{"optim": "sgd", "learning_rate": 0.5, **case},
+        **{"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 3, **case},
     )
     trainer.train()
     if read_weights is not None:

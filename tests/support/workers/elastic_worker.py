@@ -3,7 +3,8 @@
     run_ranks(elastic_worker.py, OUTPUT_DIR, LAST_STEP, CASE..., world_size=N)
 
 Each case resumes in OUTPUT_DIR/CASE if that has a checkpoint, and stops after LAST_STEP. The first process
-writes weights-LAST_STEP.pt and log-LAST_STEP.json there; rows.txt has step, rank and prompt of every reward.
+writes weights-LAST_STEP.pt and log-LAST_STEP.json there; rows.txt has ATTEMPT (of the environment), step and
+prompt of every reward.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"stream": True, "num_iterations": 2, "completions_per_step": 24, "sequence_layout": "packed"},
         **{"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2},
     },
+    "faults": {
+        **{"sampled": True, "learning_rate": 1e-3, "logging_steps": 1, "save_total_limit": 2},
+        "max_steps": 10_000,
+    },
     "dynamic": {"dynamic_sampling": True, "loss_type": "grpo"},
 }
 
@@ -53,21 +58,33 @@ def fixed(texts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    """Stop after a step, and note what the first process does in progress.txt: "save N" or "step N"."""
+
+    def __init__(self, step: int, progress: Path) -> None:
+        self.step, self.progress = step, progress
+
+    def note(self, text: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            with open(self.progress, "a") as file:
+                file.write(f"{text}\n")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note(f"step {state.global_step + 1}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.note(f"save {state.global_step}")
         control.should_training_stop = state.global_step >= self.step
 
 
 def make(directory: Path, last_step: int, **case: Any) -> Any:
     """Return the trainer of a case on the present number of processes."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    rank, rows = int(os.environ.get("RANK", 0)), directory / "rows.txt"
+    attempt, rows = os.environ.get("ATTEMPT", "0"), directory / "rows.txt"
 
     def reward(prompts: list[str], completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
         with open(rows, "a") as file:
-            file.write("".join(f"{trainer_state.global_step} {rank} {prompt}\n" for prompt in prompts))
+            lines = (f"{attempt} {trainer_state.global_step} {prompt}\n" for prompt in prompts)
+            file.write("".join(lines))  # at once
         draws = [random.Random(str(list(ids))).random() for ids in completion_ids]
         flat = [prompt.endswith(("1", "4")) for prompt in prompts]
         return [0.5 if same else draw for same, draw in zip(flat, draws, strict=True)]
@@ -87,7 +104,7 @@ def make(directory: Path, last_step: int, **case: Any) -> Any:
             **case,
         },
     )
-    trainer.add_callback(Stop(last_step))
+    trainer.add_callback(Stop(last_step, directory / "progress.txt"))
     return trainer
 
 

@@ -140,21 +140,25 @@ def run(*command: object, timeout: float = 280, **options: Any) -> subprocess.Co
     return _finish([Script(*command, **options)], timeout)
 
 
-def run_ranks(
-    *command: object, world_size: int = 2, timeout: float = 280, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run a script as ``world_size`` ranks on this machine, with the variables that torchrun sets for them.
-
-    When a rank fails, the others have ``GRACE`` seconds to end. The exit code is 0 if all ranks succeed.
-    """
+def start_ranks(*command: object, world_size: int = 2, **options: Any) -> list[Script]:
+    """Start a script as ``world_size`` ranks on this machine, with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     common = {**(options.pop("environment", None) or {}), **address, **size}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    scripts = [Script(*command, environment={**common, **rank}, **options) for rank in ranks]
-    return _finish(scripts, timeout)
+    return [Script(*command, environment={**common, **rank}, **options) for rank in ranks]
+
+
+def run_ranks(
+    *command: object, world_size: int = 2, timeout: float = 280, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as ``world_size`` ranks.
+
+    When a rank fails, the others have ``GRACE`` seconds to end. The exit code is 0 if all ranks succeed.
+    """
+    return _finish(start_ranks(*command, world_size=world_size, **options), timeout)
 
 
 def _finish(scripts: list[Script], timeout: float) -> subprocess.CompletedProcess[str]:

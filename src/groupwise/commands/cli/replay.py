@@ -40,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
             library.setLevel(logging.ERROR)  # warnings are those of the recorded run
         if options.from_record:
             step = recording.last_step if options.step is None else options.step
+            recording.check_step(step)
             records = [recording.step(step, rank) for rank in range(recording.header["world_size"])]
             names = None if options.objective in (None, "all") else [options.objective]
             config = replay.replay_config(recording.header, ".", trust_remote_code=False)
