@@ -52,14 +52,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def _watch(directories: Sequence[Path], write: Callable[[int], None]) -> None:
     """Write the page after every change, until every run has ended or Ctrl-C; then without reloading."""
-    seen, since = None, 0.0
+    seen = None
     try:
         while True:
             found, began = [changes_of(directory) for directory in directories], time.monotonic()
+            newest = max((change for files in found for _, change, _ in files), default=0) / 1e9
             if found != seen and all(found):
                 write(RELOAD)
-                seen, since = found, time.monotonic()
-            elif all(found) and not any(map(is_training, directories)) and began - since > REST:
+                seen = found
+            elif all(found) and not any(map(is_training, directories)) and time.time() - newest > REST:
                 break
             # At most a tenth of a core, which the run may need.
             time.sleep(max(LOOK, 9 * (time.monotonic() - began)))
