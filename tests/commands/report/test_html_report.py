@@ -166,7 +166,7 @@ def test_groups_are_counted_by_their_right_completions():
 
 
 def test_the_hardest_reward_of_two_values_tells_right_from_wrong():
-    rewards = [(1.0, 0.0, 0.2), (1.0, 1.0, 0.7), (0.0, 0.0, 0.4), (1.0, None, 0.2)]
+    rewards = [(1.0, 0.0, 0.2), (1.0, 1.0, 0.7), (0.0, 0.0, 0.4), (1.0, float("inf"), 0.2)]
     rows = [
         (0, SavedCompletion("train", 0, "p", "a", dict(zip("abc", r, strict=True)), 0.0, {})) for r in rewards
     ]

@@ -276,8 +276,8 @@ def right_or_wrong(
         ``name`` of the function, "" for the total, its rewards ``low`` and ``high`` of 0 and 1, ``binary``;
         the scaled reward of every completion, None without one.
     """
-    values = [None if _short(total) is None else total for total in totals]  # no infinities
-    columns = {name: [row.rewards.get(name) for _, row in rows] for name in _functions(rows)}
+    values = [_short(total) for total in totals]  # None for infinities too
+    columns = {name: [_short(row.rewards.get(name)) for _, row in rows] for name in _functions(rows)}
     two_values = [name for name, column in columns.items() if len({*column} - {None}) == 2]
     name = min(two_values, key=lambda name: _mean(columns[name]) or 0.0, default="")
     name = "" if len({*values} - {None}) <= 2 else name
