@@ -22,6 +22,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from support.architectures import STATES, build
 from support.resume_runs import (
     gpt2_with_dropout,
     llama,
@@ -34,6 +35,7 @@ from support.saved_runs import files
 from transformers import Trainer, TrainerCallback
 
 from groupwise import GRPOConfig
+from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError, RewardError, TrainingError
 from groupwise.hf import checkpointing
 from groupwise.hf.run_directory import RunDirectory, is_training
@@ -93,6 +95,17 @@ def _assert_resumes(directory: Path, steps: list[int], make: Callable[..., Any],
 )
 def test_resume_repeats_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
     _assert_resumes(tmp_path, [1, 3], make_trainer, **settings)
+
+
+@pytest.mark.skipif(not supports_cache_in_checkpoints(), reason="such models are padded")
+def test_resume_of_a_model_with_a_recurrent_state(tmp_path: Path) -> None:
+    # Layout `forked`, with gradient checkpointing; the steps of a reused generation read its old log-probs.
+    def make(directory: Path, **given: Any) -> Any:
+        return make_trainer(directory, model=build(*STATES["qwen3_5"]), **given)
+
+    settings = {"num_iterations": 2, "beta": 0.1, "gradient_checkpointing": True, "num_generations": 4}
+    whole = _assert_resumes(tmp_path, [1, 2], make, **settings, max_steps=4)
+    assert whole.logprob_computer.layout == "forked"
 
 
 def test_resume_at_every_step_of_a_reuse_window(tmp_path: Path) -> None:

@@ -303,6 +303,18 @@ def test_a_cache_that_cannot_be_continued_is_refused_by_name(monkeypatch):
         choose_layout("forked", model, group_size=4, with_aux_loss=False)
 
 
+def test_images_that_are_no_tokens_are_refused_by_name():
+    model = build_vision("llava")
+    assert choose_layout("auto", model, group_size=4, with_aux_loss=False).choice == "forked"
+    model.config.text_config.cross_attention_layers = [1]  # as in Llama 3.2 Vision
+    reason = "it has a part whose inputs are not image tokens of the prompt"
+    with pytest.raises(ConfigError, match=f"does not support sequence_layout='forked': {reason}"):
+        choose_layout("forked", model, group_size=4, with_aux_loss=False)
+    path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
+    assert path.choice == "padded" and path.reason.endswith(f"not forked: {reason}")
+    assert decoding_path(model, transformers.GenerationConfig()).reason == reason
+
+
 def test_a_model_that_ignores_the_cache_is_an_error():
     model, batch = build(*RIGHT["llama"]), completions(LENGTHS)
     inner = model.model.forward
