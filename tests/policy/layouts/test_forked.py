@@ -144,6 +144,15 @@ def test_images_that_no_pass_has_whole_are_padded():
     assert few.images is None and IMAGE not in few.completion_ids_BT[1]
 
 
+@pytest.mark.parametrize("name", ["glm4v", "gemma3_vl", "qwen3_vl"])
+def test_towers_in_half_precision_pass_the_check(name):
+    """Patches are convolved in two or three dimensions, and one tower ends with attention of torch."""
+    model, batch = build_vision(name).to(torch.bfloat16), completions_of_images(name)
+    computer = LogprobComputer("forked", LogprobHead("chunked"), explicit=True)
+    computer(model, batch, with_entropy=False)
+    assert computer.layout == "forked"
+
+
 def test_images_are_checked_where_they_come_after_text():
     """The first micro-batch has none: the check of a run sees no image."""
     model, batch = build_vision("qwen2_vl").eval(), completions_of_images("qwen2_vl")

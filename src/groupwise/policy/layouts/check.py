@@ -198,8 +198,8 @@ def float32_computation(device_type: str) -> Iterator[None]:
 _CONVERTED = frozenset(
     {
         *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
-        *("grouped_mm", "_grouped_mm", "conv1d", "scaled_dot_product_attention"),
-        *("layer_norm", "rms_norm", "group_norm"),
+        *("grouped_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+        *("layer_norm", "rms_norm", "group_norm", "multi_head_attention_forward"),
     }
 )
 
