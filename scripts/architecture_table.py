@@ -35,7 +35,8 @@ from support.architectures import (  # noqa: E402
 
 from groupwise.generation.decoding import decoding_path  # noqa: E402
 from groupwise.policy.heads.capture import LogprobHead  # noqa: E402
-from groupwise.policy.logprobs import LogprobComputer, choose_layout  # noqa: E402
+from groupwise.policy.layout_choice import choose_layout  # noqa: E402
+from groupwise.policy.logprobs import LogprobComputer  # noqa: E402
 
 START, END = "<!-- written by scripts/architecture_table.py -->", "<!-- end of the table -->"
 NAMES = {**RIGHT, **STATES, "jamba": JAMBA, "mamba": MAMBA, **VISION}

@@ -59,9 +59,9 @@ from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
 from groupwise.policy.introspection import check_adapter, check_model, has_adapter, router_aux_loss_coef
+from groupwise.policy.layout_choice import make_logprob_computer
 from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
-from groupwise.policy.logprobs import make_logprob_computer
 from groupwise.policy.recomputation import recomputation_path
 from groupwise.policy.reference import SeparateReference, make_reference
 from groupwise.policy.weight_iterator import PolicyWeights, gatherable

@@ -266,3 +266,12 @@ def cannot_continue_images(model: nn.Module) -> str | None:
     if has_own_positions(model) and not hasattr(multimodal_part(model), "rope_deltas"):
         return "it does not keep the positions after an image"
     return None
+
+
+def dropout_of_attention(model: nn.Module) -> str | None:
+    """Return the reason against a layout whose masks of dropout differ from the padded ones, or None."""
+    for module in model.modules():  # a number or a ``Dropout`` module
+        dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
+        if getattr(dropout, "p", dropout):
+            return "its attention has dropout"
+    return None

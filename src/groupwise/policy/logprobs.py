@@ -9,29 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import is_out_of_memory
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.distributed import any_rank, is_sharded
 from groupwise.errors import ConfigError
-from groupwise.policy.attention import install_attention_hook, supports_packing
+from groupwise.policy.attention import supports_packing
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.heads.weights import changes_head
-from groupwise.policy.introspection import autocast_dtype, base_model, router_aux_loss_coef
-from groupwise.policy.layouts.check import check_layout
+from groupwise.policy.introspection import base_model
 from groupwise.policy.layouts.packed import (
     PackedSequences,
     compute_packed_logprobs,
     pack_sequences,
-    unsupported,
 )
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
@@ -41,54 +33,7 @@ from groupwise.records.images import has_images
 logger = logging.getLogger(__name__)
 
 
-def choose_layout(
-    wanted: str,
-    model: nn.Module,
-    *,
-    group_size: int,
-    with_aux_loss: bool,
-    on_gpu: bool = False,
-    one_forward: str = "",
-) -> FastPath:
-    """Resolve the setting ``sequence_layout`` for this model.
-
-    Args:
-        wanted: "padded", "packed", "shared_prefix", "forked" or "auto".
-        model: the policy; supported models get the attention hook.
-        with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
-        on_gpu: warn if "auto" becomes "padded", where padding costs most.
-        one_forward: the reason why a micro-batch must be one forward pass, which "forked" is not; "": none.
-
-    Returns:
-        its choice is "padded", "packed", "shared_prefix" or "forked".
-
-    Raises:
-        ConfigError: the model does not support the layout that ``wanted`` names.
-    """
-    if wanted == "padded":
-        return FastPath("layout", wanted, "sequence_layout='padded'")
-    reason: str | None = "its balancing loss counts padded sequences"
-    if not with_aux_loss and wanted != "forked":
-        reason = unsupported(model, shared=wanted == "shared_prefix")
-    if reason is None:
-        can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
-        chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
-        return FastPath("layout", chosen)
-    if not with_aux_loss and (wanted == "forked" or (wanted == "auto" and group_size > 1)):
-        no_fork = one_forward or _forked_layout().cannot_fork(model)
-        if no_fork is None:
-            return FastPath("layout", "forked", "" if wanted == "forked" else f"{reason}")
-        reason = no_fork if wanted == "forked" or no_fork == reason else f"{reason}; not forked: {no_fork}"
-    if wanted != "auto":
-        raise ConfigError(
-            f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
-            "use 'padded', or 'auto', which selects a layout that the model supports"
-        )
-    accepted = "; sequence_layout='padded' accepts it" if on_gpu else ""
-    return FastPath("layout", "padded", f"{reason}{accepted}", on_gpu)
-
-
-def _forked_layout() -> ModuleType:
+def forked_layout() -> ModuleType:
     """Import the layout of models with states: most runs do not need it."""
     from groupwise.policy.layouts import forked
 
@@ -156,7 +101,7 @@ class LogprobComputer:
         if packed is not None:
             return packed
         if self.layout == "forked":
-            return _forked_layout().fork_sequences(batch)
+            return forked_layout().fork_sequences(batch)
         if parts is not None and self.layout == "shared_prefix":
             return parts.pack_tree(varlen=self.varlen)
         return pack_sequences(batch, shared=self.layout == "shared_prefix", varlen=self.varlen)
@@ -166,7 +111,7 @@ class LogprobComputer:
     ) -> LogprobOutput:
         """Compute log-probs in a layout other than "padded"."""
         in_passes = self.layout == "forked"
-        compute = _forked_layout().compute_forked_logprobs if in_passes else compute_packed_logprobs
+        compute = forked_layout().compute_forked_logprobs if in_passes else compute_packed_logprobs
         return compute(model, batch, self._pack(batch, parts), self.head, with_entropy=with_entropy)
 
     def _supports(self, model: nn.Module) -> bool:
@@ -175,7 +120,7 @@ class LogprobComputer:
         Other models are created later, such as a reference; those that do not take it are padded.
         """
         if self.layout == "forked":
-            return _forked_layout().cannot_fork(model) is None
+            return forked_layout().cannot_fork(model) is None
         shared = self.layout == "shared_prefix"
         return self.layout != "padded" and supports_packing(base_model(model), shared=shared)
 
@@ -212,6 +157,8 @@ class LogprobComputer:
 
     def _check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""
+        from groupwise.policy.layouts.check import check_layout  # once in a run
+
         cause: Exception | None = None
         dtype = self.mixed_precision or next(model.parameters()).dtype
 
@@ -241,61 +188,3 @@ class LogprobComputer:
         logger.warning("sequence_layout=%s; using sequence_layout='padded'", message)
         self.layout, self.paths[0] = "padded", FastPath("layout", "padded", message, True)
         self.fell_back = True
-
-
-def _reason_for_one_forward(config: GRPOConfig, accelerator: Accelerator) -> str:
-    """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
-    checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
-    reasons = {
-        "sharded parameters need as many forward passes on every rank": is_sharded(accelerator),
-        "a compiled model takes no cache": config.torch_compile,
-        "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)
-        and checkpointing.get("use_reentrant"),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def make_logprob_computer(
-    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
-) -> LogprobComputer:
-    """Build the log-prob computer with the configured layout and head."""
-    if is_sharded(accelerator) and changes_head(policy):
-        raise ConfigError(
-            "an adapter changes the language-model head, whose parameters are added up in its forward: with "
-            "FSDP or DeepSpeed they are not there; leave the head out of the adapter, put it into "
-            "modules_to_save, or do not shard"
-        )
-    # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
-    only_padded = "neftune_noise_alpha" if config.neftune_noise_alpha is not None else ""
-    only_padded = "use_liger_kernel" if config.use_liger_kernel else only_padded
-    path = choose_layout(
-        "padded" if only_padded else config.sequence_layout,
-        policy,
-        group_size=config.num_generations,
-        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
-        on_gpu=accelerator.device.type == "cuda",
-        one_forward=_reason_for_one_forward(config, accelerator),
-    )
-    head = LogprobHead(
-        "chunked" if config.logprob_head == "auto" else config.logprob_head,
-        fp32=config.cast_lm_head_to_fp32,
-    )
-    computer = LogprobComputer(
-        path.choice,
-        head,
-        partial(any_rank, accelerator),
-        sharded=is_sharded(accelerator),
-        mixed_precision=autocast_dtype(accelerator),
-        explicit=config.sequence_layout != "auto",
-    )
-    chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
-    of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
-    computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]
-    packs = path.choice in ("packed", "shared_prefix") and install_attention_hook(base_model(policy))
-    if packs and accelerator.device.type == "cuda":
-        from groupwise.policy.layouts.varlen import reason_against_varlen
-
-        reason = reason_against_varlen(accelerator.device, computer.mixed_precision or policy.dtype)
-        computer.varlen = not reason
-        computer.paths.append(FastPath("attention", "blocks" if reason else "varlen", reason))
-    return computer

@@ -21,8 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layout_choice import choose_layout
 from groupwise.policy.layouts.padded import compute_padded_logprobs
-from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings
 
 

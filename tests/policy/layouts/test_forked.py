@@ -34,6 +34,7 @@ from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError
 from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layout_choice import choose_layout
 from groupwise.policy.layouts import forked
 from groupwise.policy.layouts.check import probe_rows
 from groupwise.policy.layouts.forked import (
@@ -42,7 +43,7 @@ from groupwise.policy.layouts.forked import (
     fork_sequences,
 )
 from groupwise.policy.layouts.packed import shape_of
-from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.records import SamplerSettings
 

@@ -1,6 +1,6 @@
 """Layouts without padding: log-probs, entropies and gradients equal those of the padded layout.
 
-Files: ``policy/logprobs.py``.
+Files: ``policy/logprobs.py``, ``policy/layout_choice.py``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from groupwise.errors import ConfigError
 from groupwise.policy import attention
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.layouts.packed import pack_sequences, unsupported
+from groupwise.policy.layout_choice import choose_layout, unsupported
+from groupwise.policy.layouts.packed import pack_sequences
 from groupwise.policy.layouts.padded import compute_padded_logprobs
-from groupwise.policy.logprobs import LogprobComputer, choose_layout
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings
 
 REFUSED = {

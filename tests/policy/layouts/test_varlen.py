@@ -16,11 +16,12 @@ from test_packed import RIGHT, build, completions, values_and_gradients
 from groupwise.compat import torch as compat_torch
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.layout_choice import make_logprob_computer
 from groupwise.policy.layouts import packed, varlen
 from groupwise.policy.layouts.packed import HALF_PRECISION, compute_packed_logprobs, pack_sequences
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.layouts.varlen import reason_against_varlen
-from groupwise.policy.logprobs import LogprobComputer, make_logprob_computer
+from groupwise.policy.logprobs import LogprobComputer
 
 HEAD = LogprobHead("chunked")
 

@@ -44,12 +44,13 @@ from groupwise.policy.introspection import (
     accepted_arguments,
     base_model,
     cannot_continue_images,
+    dropout_of_attention,
     has_own_positions,
     has_prompt_learning,
     multimodal_part,
     unwrapped,
 )
-from groupwise.policy.layouts.packed import Shape, dropout_of_attention, shape_of
+from groupwise.policy.layouts.packed import Shape, shape_of
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
 from groupwise.records.images import has_images, join_images

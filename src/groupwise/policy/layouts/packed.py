@@ -39,20 +39,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from groupwise.compat.transformers import attention_implementation, is_stateful, supports_sdpa
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import (
     AttentionFunction,
     grouped_query_attention,
     install_attention_hook,
-    supports_packing,
 )
 from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
-from groupwise.policy.introspection import accepted_arguments, base_model, has_prompt_learning, is_text_only
+from groupwise.policy.introspection import base_model
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 #: Layouts in which rows that share a prompt must stay together for it to be computed once.
 SHARES_PROMPTS = ("shared_prefix", "forked")
 
@@ -414,48 +411,3 @@ def compute_packed_logprobs(
         return zeros.scatter(0, packed.output_index_N, values_1N[0]).view(shape)
 
     return LogprobOutput(unpack(logps_1N), None if entropy_1N is None else unpack(entropy_1N))
-
-
-def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
-    """Return the reason why ``model`` cannot use a layout without padding; None if it can.
-
-    Installs the attention hook if the model supports it. Packing requires that attention is the only
-    computation across tokens and that it is a softmax over keys selected by position.
-
-    Args:
-        shared: also require support for prompts that are computed once per group.
-    """
-    base = base_model(model)
-    config = base.config.get_text_config(decoder=True)
-    # Linear attention, convolutions, chunked attention, ….
-    other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    # Both are needed: positions restart, logits are selected.
-    missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
-    if has_prompt_learning(model):
-        return "its adapter adds virtual tokens to every prompt"
-    if not is_text_only(model):
-        return "it has a vision or audio part"
-    if getattr(config, "is_encoder_decoder", False) or is_stateful(base):
-        return "it does not consist of attention layers alone"
-    if other_layers:
-        return f"it has layers of type {', '.join(sorted(other_layers))}"
-    if missing:
-        return f"its forward does not accept {' and '.join(sorted(missing))}"
-    if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
-        return "its attention has sinks"
-    if reason := dropout_of_attention(base):
-        return reason
-    if not supports_packing(base, shared=shared):
-        others = "" if shared else ", flash attention or flex_attention"
-        advice = f"; load it with attn_implementation='sdpa'{others}" if supports_sdpa(base) else ""
-        return f"its attention implementation is {attention_implementation(base)!r}{advice}"
-    return None
-
-
-def dropout_of_attention(model: nn.Module) -> str | None:
-    """Return the reason against a layout whose masks of dropout differ from the padded ones, or None."""
-    for module in model.modules():  # a number or a ``Dropout`` module
-        dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
-        if getattr(dropout, "p", dropout):
-            return "its attention has dropout"
-    return None

@@ -1,0 +1,171 @@
+"""Choice of the sequence layout and the log-prob head of a run, from its settings and its model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
+
+from groupwise.compat.transformers import attention_implementation, is_stateful, supports_sdpa
+from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import any_rank, is_sharded
+from groupwise.errors import ConfigError
+from groupwise.policy.attention import install_attention_hook, supports_packing
+from groupwise.policy.heads.capture import LogprobHead
+from groupwise.policy.heads.weights import changes_head
+from groupwise.policy.introspection import (
+    accepted_arguments,
+    autocast_dtype,
+    base_model,
+    dropout_of_attention,
+    has_prompt_learning,
+    is_text_only,
+    router_aux_loss_coef,
+)
+from groupwise.policy.logprobs import LogprobComputer, forked_layout
+from groupwise.records.fast_paths import FastPath
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def choose_layout(
+    wanted: str,
+    model: nn.Module,
+    *,
+    group_size: int,
+    with_aux_loss: bool,
+    on_gpu: bool = False,
+    one_forward: str = "",
+) -> FastPath:
+    """Resolve the setting ``sequence_layout`` for this model.
+
+    Args:
+        wanted: "padded", "packed", "shared_prefix", "forked" or "auto".
+        model: the policy; supported models get the attention hook.
+        with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
+        on_gpu: warn if "auto" becomes "padded", where padding costs most.
+        one_forward: the reason why a micro-batch must be one forward pass, which "forked" is not; "": none.
+
+    Returns:
+        its choice is "padded", "packed", "shared_prefix" or "forked".
+
+    Raises:
+        ConfigError: the model does not support the layout that ``wanted`` names.
+    """
+    if wanted == "padded":
+        return FastPath("layout", wanted, "sequence_layout='padded'")
+    reason: str | None = "its balancing loss counts padded sequences"
+    if not with_aux_loss and wanted != "forked":
+        reason = unsupported(model, shared=wanted == "shared_prefix")
+    if reason is None:
+        can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
+        chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
+        return FastPath("layout", chosen)
+    if not with_aux_loss and (wanted == "forked" or (wanted == "auto" and group_size > 1)):
+        no_fork = one_forward or forked_layout().cannot_fork(model)
+        if no_fork is None:
+            return FastPath("layout", "forked", "" if wanted == "forked" else f"{reason}")
+        reason = no_fork if wanted == "forked" or no_fork == reason else f"{reason}; not forked: {no_fork}"
+    if wanted != "auto":
+        raise ConfigError(
+            f"{type(model).__name__} does not support sequence_layout={wanted!r}: {reason}; "
+            "use 'padded', or 'auto', which selects a layout that the model supports"
+        )
+    accepted = "; sequence_layout='padded' accepts it" if on_gpu else ""
+    return FastPath("layout", "padded", f"{reason}{accepted}", on_gpu)
+
+
+def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
+    """Return the reason why ``model`` cannot use a layout without padding; None if it can.
+
+    Installs the attention hook if the model supports it. Packing requires that attention is the only
+    computation across tokens and that it is a softmax over keys selected by position.
+
+    Args:
+        shared: also require support for prompts that are computed once per group.
+    """
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    # Linear attention, convolutions, chunked attention, ….
+    other_layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    # Both are needed: positions restart, logits are selected.
+    missing = {"position_ids", "logits_to_keep"} - accepted_arguments(model)
+    if has_prompt_learning(model):
+        return "its adapter adds virtual tokens to every prompt"
+    if not is_text_only(model):
+        return "it has a vision or audio part"
+    if getattr(config, "is_encoder_decoder", False) or is_stateful(base):
+        return "it does not consist of attention layers alone"
+    if other_layers:
+        return f"it has layers of type {', '.join(sorted(other_layers))}"
+    if missing:
+        return f"its forward does not accept {' and '.join(sorted(missing))}"
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in base.named_parameters()):
+        return "its attention has sinks"
+    if reason := dropout_of_attention(base):
+        return reason
+    if not supports_packing(base, shared=shared):
+        others = "" if shared else ", flash attention or flex_attention"
+        advice = f"; load it with attn_implementation='sdpa'{others}" if supports_sdpa(base) else ""
+        return f"its attention implementation is {attention_implementation(base)!r}{advice}"
+    return None
+
+
+def _reason_for_one_forward(config: GRPOConfig, accelerator: Accelerator) -> str:
+    """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
+    checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
+    reasons = {
+        "sharded parameters need as many forward passes on every rank": is_sharded(accelerator),
+        "a compiled model takes no cache": config.torch_compile,
+        "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)
+        and checkpointing.get("use_reentrant"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def make_logprob_computer(
+    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
+) -> LogprobComputer:
+    """Build the log-prob computer with the configured layout and head."""
+    if is_sharded(accelerator) and changes_head(policy):
+        raise ConfigError(
+            "an adapter changes the language-model head, whose parameters are added up in its forward: with "
+            "FSDP or DeepSpeed they are not there; leave the head out of the adapter, put it into "
+            "modules_to_save, or do not shard"
+        )
+    # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
+    only_padded = "neftune_noise_alpha" if config.neftune_noise_alpha is not None else ""
+    only_padded = "use_liger_kernel" if config.use_liger_kernel else only_padded
+    path = choose_layout(
+        "padded" if only_padded else config.sequence_layout,
+        policy,
+        group_size=config.num_generations,
+        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+        on_gpu=accelerator.device.type == "cuda",
+        one_forward=_reason_for_one_forward(config, accelerator),
+    )
+    head = LogprobHead(
+        "chunked" if config.logprob_head == "auto" else config.logprob_head,
+        fp32=config.cast_lm_head_to_fp32,
+    )
+    computer = LogprobComputer(
+        path.choice,
+        head,
+        partial(any_rank, accelerator),
+        sharded=is_sharded(accelerator),
+        mixed_precision=autocast_dtype(accelerator),
+        explicit=config.sequence_layout != "auto",
+    )
+    chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
+    of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
+    computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]
+    packs = path.choice in ("packed", "shared_prefix") and install_attention_hook(base_model(policy))
+    if packs and accelerator.device.type == "cuda":
+        from groupwise.policy.layouts.varlen import reason_against_varlen
+
+        reason = reason_against_varlen(accelerator.device, computer.mixed_precision or policy.dtype)
+        computer.varlen = not reason
+        computer.paths.append(FastPath("attention", "blocks" if reason else "varlen", reason))
+    return computer
