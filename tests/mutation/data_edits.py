@@ -39,7 +39,7 @@ DATA = [
     ),
     *_prompts(
         ("        self._num_taken += num_prompts\n", ""),
-        ("self.epoch, self.index = epoch, index + 1", "self.epoch, self.index = epoch, index"),
+        ("self.last[0], self.last[1] + 1", "self.last[0], self.last[1]"),
         ("range(first, first + num_batches)", "range(num_batches)"),
         ("            self._kept.popleft()\n        self", "            pass\n        self"),
         ("self._kept_from, self._num_taken = (self.epoch, self.index), 0", "self._num_taken = 0"),
