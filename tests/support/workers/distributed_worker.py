@@ -68,6 +68,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "padded": {"sparse": True, "sequence_layout": "padded"},
     "packed": {"sparse": True, "sequence_layout": "packed", "accumulate": 2},
     "forked": {"sparse": True, "sequence_layout": "forked", "accumulate": 2},
+    # Ranks run different numbers of forward passes.
+    "forked, all groups": {"sequence_layout": "forked", "scale_rewards": "none"},
     # Prompts 0, 1 and 7 have no variance: two rounds for the first batch, and a group left for the second.
     "dynamic sampling": {"planted": True, "shuffle_dataset": False, "dynamic_sampling": True},
     "dynamic sampling, too few rounds": {
