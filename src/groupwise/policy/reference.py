@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary
 from groupwise.policy.introspection import changes_base, evaluation_mode, has_adapter
+from groupwise.policy.weight_iterator import gathering, whole_tensor
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +54,8 @@ class SeparateReference(Reference):
     def mix(self, policy: nn.Module, alpha: float) -> None:
         assert self.model is not None
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            ours.lerp_(theirs.to(ours), alpha)
+            with gathering([theirs]):  # of a sharded policy, one after the other on all ranks
+                ours.lerp_(whole_tensor(theirs).to(ours), alpha)
 
 
 @contextmanager
