@@ -1,0 +1,39 @@
+"""FSDP2 on two CPU processes: the updates of one process, resuming, the saved model.
+
+``scripts/sharding_table.py`` runs every case under every kind of sharding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.workers import sharding_worker as worker
+from support.workers.launch import run_ranks
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.distributed
+
+CASES = ("all", "LoRA", "sync_ref_model")
+
+
+def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
+    done = run_ranks(worker.__file__, tmp_path, "fsdp2", *CASES, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    results = torch.load(tmp_path / "fsdp2.pt", weights_only=True)
+    for case in CASES:
+        assert not isinstance(results[case], str), results[case]
+        alone = worker.update(tmp_path / "alone", case, processes=1)
+        assert results[case].keys() == alone.keys()
+        for name, weight in results[case].items():
+            torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
+        start = worker.worker.policy().state_dict()
+        moved = [(alone[name] - start.get(name, 0)).abs().max() for name in alone if "lora_A" not in name]
+        assert max(moved) > 1e-4, case
+    saved = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fsdp2" / "saved", dtype=torch.float32
+    ).state_dict()
+    for name, weight in results["whole"].items():
+        assert torch.equal(weight, results["resumed"][name]), name
+        assert torch.equal(weight, saved[name]), name

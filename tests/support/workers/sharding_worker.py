@@ -1,0 +1,119 @@
+"""Process of runs under one kind of sharding on a CPU; the first one writes OUTPUT_DIR/ENGINE.pt.
+
+    run_ranks(sharding_worker.py, OUTPUT_DIR, ENGINE, CASE..., world_size=N)
+
+ENGINE: ddp, zero1, zero2, zero3 or fsdp2. The result has the weights after the steps of each case of fixed
+completions, and under "whole" and "resumed" those of a run that samples, and of one that resumes within it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig
+
+from groupwise.errors import ConfigError
+from support.workers import distributed_worker as worker
+
+FILE = Path(__file__).parents[3] / "examples" / "accelerate" / "fsdp2.yaml"
+PATIENCE = 280
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name} for name in worker.OBJECTIVES},
+    **{layout: {"sequence_layout": layout} for layout in ("padded", "packed", "shared_prefix", "forked")},
+    "accumulation": {"accumulate": 2},
+    "gradient clipping": {"max_grad_norm": 0.05},
+    "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1},
+    "sync_ref_model": {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    # Of every three groups one has a gradient: a rank may have none.
+    "all": {"accumulate": 2, "max_grad_norm": 0.05, "sequence_layout": "shared_prefix", "sparse": True},
+}
+
+
+def use_fsdp_on_a_cpu() -> None:
+    """Let accelerate choose FSDP for gloo processes, with the settings of the file; PyTorch is unchanged."""
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    for name, value in yaml.safe_load(FILE.read_text())["fsdp_config"].items():
+        os.environ[name.upper()] = str(value)
+    chosen = AcceleratorState.__init__
+
+    def choose(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        chosen(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin()
+
+    AcceleratorState.__init__ = choose
+
+
+def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Gather the parameters of a trainer."""
+    parameters = dict(trainer.model.named_parameters())
+    if trainer.is_deepspeed_enabled:
+        from support.workers import deepspeed_worker
+
+        return deepspeed_worker.whole_weights(trainer)
+    if trainer.is_fsdp_enabled:
+        assert all(parameter.to_local().numel() < parameter.numel() for parameter in parameters.values())
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in parameters.items()
+    }
+
+
+def update(output_dir: Path, name: str, rows: int = 6, processes: int = 2, **settings: Any) -> Any:
+    """Weights after the steps of a case; ``processes=1`` takes the rows of two."""
+    case = dict(CASES[name])
+    micro_batches = case.get("accumulate", 1) * (2 // processes)
+    given = {"max_steps": 4, **case, **settings}
+    return worker.update(
+        output_dir, rows=rows, micro_batches=micro_batches, read_weights=whole_weights, **given
+    )
+
+
+def sampled(output_dir: Path, **settings: Any) -> Any:
+    """A run that samples, with a checkpoint in the middle of a generation's use."""
+    batches = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2}
+    saving = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    return worker.make_trainer(output_dir, learning_rate=1e-2, **batches, **saving, **settings)
+
+
+def main(output_dir: Path, engine: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    settings: dict[str, Any] = {}
+    if engine == "fsdp2":
+        use_fsdp_on_a_cpu()
+    elif engine.startswith("zero"):
+        from support.workers import deepspeed_worker
+
+        deepspeed_worker.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed_worker.deepspeed.init_distributed("gloo")
+        settings["deepspeed"] = {**deepspeed_worker.zero(int(engine[-1])), "gradient_clipping": "auto"}
+    run = output_dir / engine
+    results = {}
+    for name in names:
+        try:
+            results[name] = update(run, name, **settings)
+        except ConfigError as error:  # of all ranks
+            results[name] = f"refused: {error}"
+    whole = sampled(run / "whole", **settings)
+    whole.train()
+    resumed = sampled(run / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(run / "whole" / "checkpoint-2"))
+    results["whole"], results["resumed"] = whole_weights(whole), whole_weights(resumed)
+    resumed.save_model(str(run / "saved"))
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, output_dir / f"{engine}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
