@@ -85,8 +85,8 @@ class RolloutMixin:
     def row_seeds(self, num_rows: int, step: int | None = None) -> list[int]:
         """Return a seed for each of this rank's rows of the prompts that were read last.
 
-        It depends on the optimizer step of the generation (None: the present one), the place of the prompts in
-        the data, and the number of the row over all ranks.
+        It depends on the optimizer step of the generation (None: the present one), the prompts' place in the
+        data, and the number of the row over all ranks.
         """
         step = self.state.global_step if step is None else step
         digest = hashlib.blake2b(f"{self.args.seed} {step} {self.prompts.last}".encode(), digest_size=8)
