@@ -1,6 +1,6 @@
 """FSDP2 on two CPU processes: the updates of one process, resuming, the saved model.
 
-``scripts/sharding_table.py`` runs every case under every kind of sharding.
+A script, sharding_table, runs every case under every kind of sharding.
 """
 
 from __future__ import annotations
