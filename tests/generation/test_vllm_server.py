@@ -23,7 +23,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.vllm import client
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
-from groupwise.records import SamplingOptions
+from groupwise.records import Completion, SamplingOptions
 
 UPDATE = [
     *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
@@ -481,6 +481,14 @@ def test_a_prefetched_request_is_repeated_after_the_server_lost_its_weights(back
     backend.prefetch([[3], [3]], step=5)
     backend.sync_weights(WEIGHTS, step=5)
     assert [c.versions[0] for c in backend.generate([[3], [3]])] == [5, 5]
+
+
+def test_ranks_of_another_number_have_the_finished_completions_of_all_once(backend):
+    first, second, third = (((seed, 2, 8), [Completion([seed])] * 2) for seed in (7, 9, 11))
+    others = {"num_samples": (None, {}), "weight_digests": {}}
+    snapshots = [{"finished": [first, second], **others}, {"finished": [second, third], **others}]
+    backend.restore(backend.merge(snapshots, backend.config))
+    assert [key for key, _ in backend.snapshot()["finished"]] == [(7, 2, 8), (9, 2, 8), (11, 2, 8)]
 
 
 def test_a_prompt_repeated_within_a_step_gets_other_samples(backend, fake):

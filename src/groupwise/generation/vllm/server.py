@@ -144,7 +144,8 @@ class VLLMServerBackend(VLLMBackend):
 
     def merge(self, snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
         """Return the finished completions of all ranks: a rank takes those of its own requests."""
-        return {**snapshots[0], "finished": [each for part in snapshots for each in part["finished"]]}
+        finished = {tuple(each[0]): each for part in snapshots for each in part["finished"]}  # each once
+        return {**snapshots[0], "finished": list(finished.values())}
 
     # Requests.
 
