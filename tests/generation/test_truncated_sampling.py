@@ -194,7 +194,10 @@ def test_turns_of_an_agent_keep_their_kept_tokens():
     completion = trajectory.completion()
     assert lists(completion.sampling_mask) == [[3, 5], [4], [], [], [6, 7, 8]]
     assert trajectory.continue_from([7, 3, 1])  # the history after the first token was rewritten
-    assert lists(trajectory.completion().sampling_mask) == [[3, 5], []]
+    trajectory.append_sampled(Completion([2], sampling_mask=SamplingMask.from_lists([[2, 9]])))
+    forked = trajectory.completion()
+    assert lists(forked.sampling_mask) == [[3, 5], [4], [], [], [6, 7, 8], [2, 9]]
+    assert forked.contexts == ((5, [7, 3, 1]),) and forked.token_ids[5:] == [2]
     limited = Trajectory([7], max_new_tokens=1)
     limited.append_sampled(Completion([3, 4], sampling_mask=SamplingMask.from_lists([[3, 5], [4]])))
     assert lists(limited.completion().sampling_mask) == [[3, 5]]

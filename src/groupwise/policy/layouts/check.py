@@ -147,9 +147,10 @@ def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
     Completions of a few tokens would leave the decision to their rounding. The lengths differ by row. Prompts
     with images come first and stay whole; rows with images in their completion are left out, or lose them.
     """
-    inputs = batch.images or (ImageInputs(),) * len(batch)
-    lengths = batch.prompt_mask_BL.sum(-1).tolist()
-    whole = [row for row, length in enumerate(lengths) if inputs[row].end < length]
+    inputs, whole = batch.images or (ImageInputs(),) * len(batch), list(range(len(batch)))
+    if batch.images is not None:  # only then lengths are read: text does not wait for them
+        lengths = batch.prompt_mask_BL.sum(-1).tolist()
+        whole = [row for row, length in enumerate(lengths) if inputs[row].end < length]
     rows = sorted(whole or range(len(batch)), key=lambda row: not inputs[row].arrays)
     last = len(rows) - 1
     few = batch.select([rows[index] for index in sorted({0, min(1, last), max(last - 1, 0), last})])
@@ -158,7 +159,7 @@ def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
     prompt_mask_BL, mask_BT = few.prompt_mask_BL.bool(), few.completion_mask_BT.bool()
     # All real tokens of these rows, flat.
     found = torch.cat([few.prompt_ids_BL[prompt_mask_BL], few.completion_ids_BT[mask_BT]])
-    found = found[found != (-1 if image_token is None else image_token)]
+    found = found if image_token is None else found[found != image_token]
     step_T = torch.arange(_TOKENS, device=found.device)
     row_B1 = torch.arange(len(few), device=found.device).unsqueeze(1)
     filler_BT = found[(step_T * (2 * row_B1 + 1) + row_B1) % len(found)]  # in another order in every row
