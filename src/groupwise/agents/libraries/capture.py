@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import secrets
 import socket
 import weakref
 from collections.abc import Callable
@@ -57,8 +58,8 @@ class CapturedAgent:
         timeout: seconds of a rollout; None: no limit.
         max_calls: model calls of a rollout, after which the proxy answers in place of the policy and ends
             the agent's loop; 0: no limit.
-        host: address of this machine for the agents; others than 127.0.0.1 let other machines call the
-            policy with a rollout's key.
+        host: address of this machine for the agents. The proxy listens on all addresses; a call needs the key
+            of a running rollout.
 
     Raises:
         ConfigError: the run has no vLLM server, truncates its distribution, or openenv is missing.
@@ -190,7 +191,9 @@ class CapturedAgent:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        self._server = CaptureServer(llm_url=urls[0], model=model, port=port, api_key=key)
+        # It listens on all addresses: a call needs the key of a running rollout, its other routes this one.
+        admin = secrets.token_hex(16)
+        self._server = CaptureServer(llm_url=urls[0], model=model, port=port, api_key=key, admin_key=admin)
         self._server.start()
         weakref.finalize(trainer, self._server.stop)
 
