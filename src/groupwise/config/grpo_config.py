@@ -76,9 +76,6 @@ class GRPOConfig(GRPOFields):
             self.activation_checkpointing = DerivedInt(self.gradient_checkpointing)
         if getattr(self, "activation_checkpointing_kwargs", {}) is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
-        if self.ddp_broadcast_buffers is None:
-            # Each forward would wait for all ranks, and the forked layout runs other numbers of them on each.
-            self.ddp_broadcast_buffers = False
         if self.deepspeed and importlib.util.find_spec("deepspeed") is None:  # transformers: a TypeError
             raise ConfigError("deepspeed needs the package DeepSpeed: pip install 'groupwise[deepspeed]'")
         super().__post_init__()

@@ -44,7 +44,7 @@ from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory
 from groupwise.hf.step_state import Stateful, StepState
 from groupwise.policy.introspection import has_adapter
-from groupwise.policy.loading import allow_unused_vision_tower
+from groupwise.policy.loading import set_ddp_defaults
 from groupwise.policy.recomputation import make_recomputation
 from groupwise.policy.reference import Reference
 from groupwise.random_state import RandomState
@@ -136,8 +136,7 @@ class BaseTrainer(Trainer):
         if saved_use_cache is not None:
             model.config.use_cache = saved_use_cache
         check_processes(args, getattr(self.accelerator, "parallelism_config", None))
-        if is_processor(processing_class):
-            allow_unused_vision_tower(self.accelerator, args)
+        set_ddp_defaults(self.accelerator, args, with_images=is_processor(processing_class))
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.prepared_data, self._built_train_dataset = data, self.train_dataset
         self.evaluation = EvaluationMetrics()

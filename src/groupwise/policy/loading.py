@@ -204,16 +204,21 @@ def check_image_model(policy: PreTrainedModel, processing_class: ProcessingClass
         )
 
 
-def allow_unused_vision_tower(accelerator: Accelerator, config: GRPOConfig) -> None:
-    """Let DDP accept parameters without gradient: a micro-batch of text has none in the vision tower.
+def set_ddp_defaults(accelerator: Accelerator, config: GRPOConfig, *, with_images: bool) -> None:
+    """Set what DDP needs here; ``ddp_broadcast_buffers`` and ``ddp_find_unused_parameters`` have precedence.
 
-    ``ddp_find_unused_parameters`` has precedence. Reentrant checkpointing does not support such parameters.
+    Each forward would wait for a broadcast of buffers, and the forked layout runs other numbers of them on
+    each rank. A micro-batch of text has no gradient in a vision tower; reentrant checkpointing does not
+    support such parameters.
     """
+    handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
     checkpointing = config.gradient_checkpointing_kwargs
     reentrant = isinstance(checkpointing, dict) and checkpointing.get("use_reentrant")
-    if config.ddp_find_unused_parameters is None and not reentrant:
-        handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
-        accelerator.ddp_handler = replace(handler, find_unused_parameters=True)
+    if config.ddp_broadcast_buffers is None:
+        handler = replace(handler, broadcast_buffers=False)
+    if with_images and config.ddp_find_unused_parameters is None and not reentrant:
+        handler = replace(handler, find_unused_parameters=True)
+    accelerator.ddp_handler = handler
 
 
 def disable_dropout(model: nn.Module) -> None:

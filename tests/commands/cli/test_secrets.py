@@ -122,7 +122,7 @@ def test_checkpoints_are_read_without_running_what_they_hold(tmp_path, load):
     refused = ConfigError if load == "state" else pickle.UnpicklingError
     with pytest.raises(refused) as error:
         if load == "state":
-            checkpointing.load_state(str(tmp_path), 0, 1)
+            checkpointing._load_state(str(tmp_path), 0)
         else:
             checkpointing.load_reference(str(tmp_path), torch.nn.Linear(1, 1), sync_ref_model=True)
     assert "Unsupported global: GLOBAL" in str(error.value.__cause__ or error.value)
