@@ -82,14 +82,21 @@ def call_rollout_function(
     failed = columns.pop("failed", [])
     prompt_ids, completions, columns, metrics = _completions(rows, ends, columns, end_tokens)
     if any(failed):
-        if trainer.args.rollout_on_error == "raise":  # type: ignore[attr-defined]
-            raise BackendError(
-                f"rollout_func {name!r}: rollout {[*map(bool, failed)].index(True)} has failed; "
-                "rollout_on_error='retry' drops such rollouts from their groups"
-            )
-        pairs = zip(completions, failed, strict=True)
-        completions = [replace(completion, dropped=bool(gone)) for completion, gone in pairs]
+        completions = _without_failed(name, completions, failed, trainer)
     return prompt_ids, completions, columns, metrics
+
+
+def _without_failed(
+    name: str, completions: list[Completion], failed: list[Any], trainer: Any
+) -> list[Completion]:
+    """Drop failed rollouts from their groups, or raise BackendError, as ``rollout_on_error`` says."""
+    if trainer.args.rollout_on_error == "raise":
+        raise BackendError(
+            f"rollout_func {name!r}: rollout {[*map(bool, failed)].index(True)} has failed; "
+            "rollout_on_error='retry' drops such rollouts from their groups"
+        )
+    pairs = zip(completions, failed, strict=True)
+    return [replace(completion, dropped=bool(gone)) for completion, gone in pairs]
 
 
 def _completions(
