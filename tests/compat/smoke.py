@@ -32,7 +32,8 @@ def main() -> None:
         whole, divided = train(one, 1, max_steps=1), train(two, 2, max_steps=1)
         resumed = train(two, 2, max_steps=2)
     logs = [run.state.log_history[0] for run in (whole, divided)]
-    assert logs[0]["loss"] == logs[1]["loss"] or math.isclose(logs[0]["loss"], logs[1]["loss"], rel_tol=1e-4)
+    # The first step is on policy: the loss is 0 but for rounding, which differs by processor.
+    assert math.isclose(logs[0]["loss"], logs[1]["loss"], rel_tol=1e-4, abs_tol=1e-6), logs
     assert math.isclose(logs[0]["grad_norm"], logs[1]["grad_norm"], rel_tol=1e-4), logs
     assert resumed.state.global_step == 2 and math.isfinite(resumed.state.log_history[1]["loss"])
     versions = (f"{module.__name__} {module.__version__}" for module in (torch, transformers, accelerate))
