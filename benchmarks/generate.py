@@ -52,6 +52,22 @@ class EndOnSchedule:
         return scores
 
 
+def scheduled_sampler(processors: Any, criteria: Any, config: Any) -> Any:
+    """Sampler of groupwise's loop that ends rows on schedule.
+
+    The loop refuses processors that transformers did not make, since they may act on several rows. A schedule
+    does, and the rows that leave are those that it ended.
+    """
+    from transformers import LogitsProcessorList
+
+    from groupwise.generation.decoding import RowSampler
+
+    stock = LogitsProcessorList(part for part in processors if not isinstance(part, EndOnSchedule))
+    sampler = RowSampler(stock, criteria, config)
+    sampler.processors = processors
+    return sampler
+
+
 def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
     """Run ``generate`` on a copy of the prompt for every completion."""
     return _count(model, [prompt for prompt in prompts for _ in range(GROUP)], config, lengths)
@@ -64,7 +80,7 @@ def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[i
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")
-    loop = partial(decode_groups, copies=[GROUP] * len(prompts))
+    loop = partial(decode_groups, copies=[GROUP] * len(prompts), make_sampler=scheduled_sampler)
     replace_linears(model)  # as the trainer does at its start; layers that are fast already stay
     with prepacked_weights(model):
         return _count(model, prompts, config, lengths, custom_generate=loop)
