@@ -49,7 +49,7 @@ transformers.set_seed(0)
 model, processor = (options.model, None) if options.model else tiny_model()
 squares = [Image.new("RGB", (20 + i % 7, 20), color) for i in range(16) for color in COLORS.values()]
 rows = {"prompt": [[{"role": "user", "content": "colour?"}]] * 64, "image": squares, "answer": [*COLORS] * 16}
-settings = {"learning_rate": 3e-3, "per_device_train_batch_size": 64, "max_completion_length": 2}
+settings = {"learning_rate": 2e-3, "per_device_train_batch_size": 64, "max_completion_length": 2}
 trainer = GRPOTrainer(
     model=model,
     reward_funcs=names_the_colour,
