@@ -76,6 +76,17 @@ def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> Non
     assert (installed / "groupwise" / "commands" / "report" / "page" / "uPlot-LICENSE").is_file()
 
 
+def test_an_installation_has_the_configurations_of_accelerate(installed: Path, tmp_path: Path) -> None:
+    """A mistyped name is answered with those of the installed package."""
+    command = [sys.executable, "-m", "groupwise.cli", "train", "--accelerate_config", "zero4"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "allowed: ddp, fsdp2, zero2, zero3, or the path" in done.stderr
+    shipped = installed / "groupwise" / "commands" / "cli" / "accelerate"
+    for path in (ROOT / "examples" / "accelerate").glob("*.yaml"):
+        assert (shipped / path.name).read_text() == path.read_text()
+
+
 def test_the_command_prints_the_version_of_the_package(installed: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-m", "groupwise.cli", "--version"]

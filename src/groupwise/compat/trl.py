@@ -115,7 +115,7 @@ LAUNCH = "start the run with accelerate launch --{} … -m groupwise.cli train"
 
 #: Keys of older versions of TRL, of its command and its trainer, and of scripts built on it (open-r1).
 OTHERS = {
-    "accelerate_config": LAUNCH.format("config_file"),
+    "accelerate_config": "give it as a flag of groupwise train: --accelerate_config NAME, or a YAML file",
     "chat_template": "save the template in the tokenizer; chat_template_kwargs has its arguments",
     "dataset_prompt_column": "rename the column to prompt, save the rows, and give the file as dataset",
     "env": "set the variables before the run: libraries read them when they are imported, before this file",

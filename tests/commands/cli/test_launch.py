@@ -1,11 +1,15 @@
-"""The command line on two processes, started by accelerate."""
+"""The command line on two processes, started by accelerate or by itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import yaml
 from support.workers.launch import run, run_ranks
+
+from groupwise.commands.cli import main
+from groupwise.commands.cli.launch import CONFIGS
 
 pytestmark = pytest.mark.distributed
 
@@ -27,3 +31,49 @@ def test_invalid_input_is_reported_by_one_rank(run_file):
     assert done.returncode != 0
     assert "groupwise [rank 0]: error: GRPOConfig" in done.stderr
     assert "nearest valid: generation_batch_size 24, or num_generations 2 or 4" in done.stderr
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_train_starts_its_processes(run_file, by_name, tmp_path):
+    config = run_file(per_device_train_batch_size=2)
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({**yaml.safe_load(CONFIGS["ddp"].read_text()), "num_processes": 2}))
+    launch = (
+        ["--accelerate_config", "ddp", "--num_processes", "2"] if by_name else ["--accelerate_config", own]
+    )
+    done = run(*COMMAND, config, *launch, "--main_process_port", "0", timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    card = Path("out/README.md").read_text()
+    assert "| world_size | 2 |" in card and "| generation_batch_size | 4 |" in card
+    (following,) = [line for line in done.stdout.splitlines() if line.startswith("next:")]
+    assert all(str(option) in following.split() for option in launch)
+
+
+def test_train_ends_with_the_exit_code_of_its_processes(run_file):
+    launch = ["--num_processes", "2", "--main-process-port", "0"]  # ddp
+    done = run(*COMMAND, run_file(num_generations=3), *launch, timeout=240)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "groupwise [rank 0]: error: GRPOConfig" in done.stderr
+    assert "ended with exit code 2" in done.stderr and "ChildFailedError" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ["--accelerate_config", "zero"],
+            "fsdp2, zero2, zero3, or the path of a YAML file; nearest: zero",
+        ),
+        (["--accelerate_config", "no/such.yaml"], "no such configuration or file"),
+        (["--num_processes", "0"], "--num_processes 0: allowed: 1 or more"),
+    ],
+)
+def test_invalid_launch_options_start_nothing(run_file, capsys, flags, message):
+    assert main(["train", "--config", run_file(), *flags]) == 2
+    assert message in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_launch_options_below_another_launcher_are_refused(run_file, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--config", run_file(), "--num_processes", "2"]) == 2
+    assert "a launcher started this process (RANK=1)" in capsys.readouterr().err

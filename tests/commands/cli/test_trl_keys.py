@@ -155,7 +155,7 @@ def test_all_keys_of_a_recipe_that_do_not_exist_are_in_one_message(trl_file):
     assert shown["key 'overwrite_output_dir'"].startswith(f"{removed}remove it")
     assert shown["key 'per_gpu_train_batch_size'"] == f"{removed}write per_device_train_batch_size"
     assert "accelerate launch --num_processes" in shown["key 'num_processes'"]
-    assert "accelerate launch --config_file" in shown["flag '--accelerate_config'"]
+    assert "flag of groupwise train" in shown["flag '--accelerate_config'"]
     assert "WANDB_ENTITY" in shown["key 'wandb_entity'"] and "rename" in shown["key 'dataset_prompt_column'"]
 
 

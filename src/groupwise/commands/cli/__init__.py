@@ -17,7 +17,7 @@ from groupwise.errors import GroupwiseError, nearest_name
 
 #: Command -> (module, summary).
 COMMANDS = {
-    "train": ("train", "train with the settings of a YAML file and flags"),
+    "train": ("launch", "train with the settings of a YAML file and flags"),
     "sweep": ("sweep", "train several configurations on one base model, or control a running sweep"),
     "doctor": ("doctor", "check a run before it starts: batches, prompts, rewards, memory"),
     "report": ("report", "write one HTML page about finished or running runs"),

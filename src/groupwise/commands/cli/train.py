@@ -23,8 +23,8 @@ from groupwise.policy.introspection import has_adapter, load_config
 from groupwise.trainer import GRPOTrainer
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Train, then save the model and its model card."""
+def run(arguments: Sequence[str], launch: Sequence[str] = ()) -> int:
+    """Train, then save the model and its model card; `launch` has the launch options, for the next command."""
     settings, config = read_run(arguments, "train")
     given = config.resume_from_checkpoint
     resume = True if str(given).lower() == "true" else given
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
     if trainer.is_world_process_zero():
-        print(redact("\n".join(_closing_lines(trainer, arguments))))
+        print(redact("\n".join(_closing_lines(trainer, [*launch, *arguments]))))
     return 0
 
 
