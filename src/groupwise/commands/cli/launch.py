@@ -1,4 +1,4 @@
-"""``groupwise train`` with ``--accelerate_config`` or ``--num_processes``: start it by accelerate's launcher."""
+"""Launch options of ``groupwise train``: start its processes through accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -12,92 +12,71 @@ from groupwise.errors import ConfigError, nearest_name
 
 #: Configurations of the package, by name.
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
+_OPTIONS: dict[str, tuple[type, str]] = {
+    "accelerate_config": (str, f"{', '.join(CONFIGS)} or a YAML file; ddp, if only others are given"),
+    "num_processes": (int, "processes on all machines (default: that of the configuration)"),
+    "num_machines": (int, "machines (default: that of the configuration)"),
+    "machine_rank": (int, "number of this machine, from 0"),
+    "main_process_ip": (str, "address of machine 0"),
+    "main_process_port": (int, "port on machine 0; on a single machine, 0 is a free one"),
+}
 #: Set in the processes that this module starts: they train and start none.
 _STARTED = "GROUPWISE_STARTED_BY_TRAIN"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train in this process; with launch options, in processes started by accelerate.
+    """Train in this process or, with launch options, in processes that accelerate starts.
 
     Returns:
-        Exit code; of a launch, that of the process that failed first, 128 + N if signal N ended it.
+        Exit code; of a launch, that of the process that failed first, or 128 + N after signal N.
     """
-    parser = _parser()
+    parser = argparse.ArgumentParser("groupwise train", "launch options:", add_help=False, allow_abbrev=False)
+    for name, (kind, text) in _OPTIONS.items():
+        parser.add_argument(*{f"--{name}": 0, f"--{name.replace('_', '-')}": 0}, type=kind, help=text)
     options, rest = parser.parse_known_args(list(arguments))
     given = {name: value for name, value in vars(options).items() if value is not None}
-    started = os.environ.pop(_STARTED, None)
-    if given and started is None and not {"-h", "--help"} & {*rest}:
-        return _launch(given, arguments)
     if {"-h", "--help"} & {*rest}:
         print(parser.format_help())
+    elif given and os.environ.pop(_STARTED, None) is None:
+        return _launch(given, arguments)
     from groupwise.commands.cli import train
 
-    return train.run(rest, [text for name in given for text in (f"--{name}", str(given[name]))])
+    return train.run(rest, _flags(given))
 
 
-def config_file(name: str) -> str:
-    """Return the path of an accelerate configuration: one of the package by name, or a YAML file.
-
-    Raises:
-        ConfigError: neither a name nor a file.
-    """
-    if name in CONFIGS:
-        return str(CONFIGS[name])
-    if Path(name).is_file():
-        return name
-    raise ConfigError(
-        f"--accelerate_config {name}: no such configuration or file; allowed: {', '.join(CONFIGS)}, or the "
-        f"path of a YAML file; nearest: {nearest_name(name, CONFIGS)}"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("groupwise train", "launch options:", add_help=False, allow_abbrev=False)
-
-    def add(name: str, help: str, kind: type = int) -> None:
-        parser.add_argument(
-            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), type=kind, help=help
-        )
-
-    add("accelerate_config", f"{', '.join(CONFIGS)}, or a YAML file (ddp, if another option is given)", str)
-    add("num_processes", "processes on all machines (default: that of the configuration)")
-    add("num_machines", "machines (default: that of the configuration)")
-    add("machine_rank", "number of this machine, from 0")
-    add("main_process_ip", "address of machine 0", str)
-    add("main_process_port", "port on machine 0; 0: a free one, on a single machine")
-    return parser
+def _flags(options: dict[str, object]) -> list[str]:
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
 def _launch(options: dict[str, object], arguments: Sequence[str]) -> int:
-    if "RANK" in os.environ:
-        raise ConfigError(
-            f"--{next(iter(options))}: a launcher started this process (RANK={os.environ['RANK']}); give the "
-            "option to that launcher, or start groupwise train without one"
-        )
-    for name in ("num_processes", "num_machines"):
-        if int(str(options.get(name, 1))) < 1:
+    if rank := os.environ.get("RANK"):
+        launcher = f"a launcher started this process (RANK={rank}); give the option to that launcher"
+        raise ConfigError(f"--{next(iter(options))}: {launcher}, or start groupwise train without one")
+    for name in options.keys() & {"num_processes", "num_machines"}:
+        if int(str(options[name])) < 1:
             raise ConfigError(f"--{name} {options[name]}: allowed: 1 or more")
-    path = config_file(str(options.pop("accelerate_config", "ddp")))
+    config = str(options.pop("accelerate_config", "ddp"))
+    if config not in CONFIGS and not Path(config).is_file():
+        allowed = (
+            f"{', '.join(CONFIGS)}, or the path of a YAML file; nearest: {nearest_name(config, CONFIGS)}"
+        )
+        raise ConfigError(f"--accelerate_config {config}: no such configuration or file; allowed: {allowed}")
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    command = [
-        "--config_file",
-        path,
-        *(text for name in options for text in (f"--{name}", str(options[name]))),
-    ]
-    parsed = launch_command_parser().parse_args([*command, "-m", "groupwise.cli", "train", *arguments])
+    command = ["--config_file", str(CONFIGS.get(config, config)), *_flags(options)]
     try:
         with patch_environment(**{_STARTED: "1"}):
-            launch_command(parsed)
+            program = ["-m", "groupwise.cli", "train", *arguments]
+            launch_command(launch_command_parser().parse_args([*command, *program]))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"groupwise: rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+        first, failure = error.get_first_failure()
+        print(f"groupwise: rank {first} ended with exit code {failure.exitcode}", file=sys.stderr)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError(f"launching with {path}: {error}") from error
+        raise ConfigError(f"launching with --accelerate_config {config}: {error}") from error
     return 0

@@ -24,7 +24,7 @@ from groupwise.trainer import GRPOTrainer
 
 
 def run(arguments: Sequence[str], launch: Sequence[str] = ()) -> int:
-    """Train, then save the model and its model card; `launch` has the launch options, for the next command."""
+    """Train, save the model and its card; the printed next command repeats the options `launch`."""
     settings, config = read_run(arguments, "train")
     given = config.resume_from_checkpoint
     resume = True if str(given).lower() == "true" else given
