@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from groupwise.commands.cli.launch import CONFIGS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for page in sorted(ROOT.glob(pattern))]
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```python\n(?P<code>.*?)```", flags=re.DOTALL)
@@ -28,7 +30,6 @@ def test_every_registered_name_has_a_row_with_an_equation():
     """In a fresh interpreter: tests register names of their own."""
     code = """
 import objective_tables as tables
-from groupwise.commands.cli.launch import CONFIGS
 from groupwise.core.advantages import ADVANTAGES
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.objectives import OBJECTIVES
