@@ -62,7 +62,7 @@ def test_train_ends_with_the_exit_code_of_its_processes(run_file):
     [
         (
             ["--accelerate_config", "zero"],
-            "fsdp2, zero2, zero3, or the path of a YAML file; nearest: zero",
+            "fsdp2, zero2, zero3, or a path of a YAML file; nearest: zero",
         ),
         (["--accelerate_config", "no/such.yaml"], "no such configuration or file"),
         (["--num_processes", "0"], "--num_processes 0: allowed: 1 or more"),
@@ -77,3 +77,11 @@ def test_launch_options_below_another_launcher_are_refused(run_file, capsys, mon
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--config", run_file(), "--num_processes", "2"]) == 2
     assert "a launcher started this process (RANK=1)" in capsys.readouterr().err
+
+
+def test_help_lists_the_launch_options_and_starts_nothing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--num_processes", "2", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and shown.startswith("usage: groupwise train [flags]")
+    assert "--main_process_port" in shown and "groupwise train --config run.yaml" in shown

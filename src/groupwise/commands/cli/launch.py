@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         Exit code; of a launch, that of the process that failed first, or 128 + N after signal N.
     """
-    parser = argparse.ArgumentParser("groupwise train", "launch options:", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage="groupwise train [flags]", add_help=False, allow_abbrev=False)
     for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(*{f"--{name}": 0, f"--{name.replace('_', '-')}": 0}, type=kind, help=text)
     options, rest = parser.parse_known_args(list(arguments))
@@ -57,9 +57,7 @@ def _launch(options: dict[str, object], arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{name} {options[name]}: allowed: 1 or more")
     config = str(options.pop("accelerate_config", "ddp"))
     if config not in CONFIGS and not Path(config).is_file():
-        allowed = (
-            f"{', '.join(CONFIGS)}, or the path of a YAML file; nearest: {nearest_name(config, CONFIGS)}"
-        )
+        allowed = f"{', '.join(CONFIGS)}, or a path of a YAML file; nearest: {nearest_name(config, CONFIGS)}"
         raise ConfigError(f"--accelerate_config {config}: no such configuration or file; allowed: {allowed}")
     from accelerate.commands.launch import launch_command, launch_command_parser
     from accelerate.utils import patch_environment
