@@ -7,8 +7,10 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -190,37 +192,88 @@ def test_accelerate_accepts_the_configuration(path):
 #: Fake cluster programs: srun runs the command after its flags, the others record their arguments. The fake
 #: trainer waits for the server's record, because the script stops the server when the trainer ends.
 PROGRAMS = {
-    "scontrol": "printf 'node%s\\n' 1 2 3",
-    "srun": 'echo "srun $*" >> calls; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"',
-    "groupwise": 'echo "groupwise $*" >> calls',
-    "accelerate": "for _ in {1..200}; do grep -q ^groupwise calls && break; sleep 0.1; done\n"
-    'echo "accelerate $*" >> calls',
+    "scontrol": "if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo \"scontrol $*\" >> calls; fi",
+    "srun": 'echo "srun $*" >> calls; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"',
+    "groupwise": "for _ in {1..200}; do [[ $1 != train ]] || grep -q '^groupwise vllm' calls && break; "
+    "sleep 0.1; done\n"
+    'echo "groupwise $*" >> calls\n[[ ! -f hang || $1 != train ]] || exec sleep 30',
 }
 
 
-def test_the_slurm_job_serves_on_the_last_node_and_trains_on_the_others(tmp_path, monkeypatch):
+@pytest.fixture
+def slurm_job(tmp_path, monkeypatch):
+    """Start the job with fake programs: job(servers) -> process and the file of the calls."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-3]")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "run.yaml").write_text("model: m\noutput_dir: out  # shared\n")
     script = EXAMPLES / "slurm" / "train_with_vllm.sh"
     assert os.access(script, os.X_OK)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
-    subprocess.run(["bash", script, "run.yaml"], cwd=tmp_path, env=environment, check=True, timeout=60)
-    calls = (tmp_path / "calls").read_text().splitlines()
+    monkeypatch.setenv("PATH", path)
+    text = script.read_text()
+    assert text.count("\nSERVERS=1\n") == 1
+
+    def job(servers=1):
+        (tmp_path / "job.sh").write_text(text.replace("\nSERVERS=1\n", f"\nSERVERS={servers}\n"))
+        command = ["bash", "job.sh", "run.yaml"]
+        return subprocess.Popen(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE), tmp_path / "calls"
+
+    return job
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_slurm_job_serves_on_the_last_nodes_and_trains_on_the_others(slurm_job, servers):
+    process, file = slurm_job(servers)
+    assert process.wait(timeout=60) == 0
+    calls = file.read_text().splitlines()
     (serving,) = [call for call in calls if call.startswith("srun") and "vllm-serve" in call]
-    (training,) = [call for call in calls if call.startswith("srun") and "accelerate" in call]
-    assert "--nodelist=node3 " in serving
-    assert "--nodes=2 --ntasks=2 --nodelist=node1,node2 " in training
-    (launched,) = [call for call in calls if call.startswith("accelerate")]
-    assert "--num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip node1" in launched
-    assert "--vllm_server_host node3" in launched
-    settings = re.findall(r"--(\w+)", launched.partition("-m groupwise.cli train ")[2])
-    assert set(settings) - {"config"} <= set(GRPOConfig.__dataclass_fields__) and len(settings) == 5
+    (training,) = [call for call in calls if call.startswith("srun") and "groupwise train" in call]
+    nodes, trainers = ["node1", "node2", "node3"], 3 - servers
+    assert f"--nodes={servers} --ntasks={servers} --nodelist={','.join(nodes[trainers:])} " in serving
+    assert f"--nodes={trainers} --ntasks={trainers} --nodelist={','.join(nodes[:trainers])} " in training
+    (launched,) = [call for call in calls if call.startswith("groupwise train")]
+    launch, _, settings = launched.partition(" --config run.yaml ")
+    assert f"--num_machines {trainers} --num_processes {trainers * 8} --machine_rank 0" in launch
+    assert "--accelerate_config zero3" in launch and "--main_process_ip node1" in launch
+    assert settings.endswith(",".join(f"http://{node}:8000" for node in nodes[trainers:]))
+    names = re.findall(r"--(\w+)", settings)
+    assert names == ["use_vllm", "vllm_mode", "vllm_server_base_url"]
+    assert set(names) <= set(GRPOConfig.__dataclass_fields__)
     assert (
         "groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000 --tensor_parallel_size 8" in calls
     )
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_slurm_job_that_starts_again_resumes_from_its_checkpoint(
+    slurm_job, tmp_path, monkeypatch, has_checkpoint
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    if has_checkpoint:
+        (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    process, file = slurm_job()
+    assert process.wait(timeout=60) == 0
+    assert ("--resume_from_checkpoint true" in file.read_text()) is has_checkpoint
+
+
+def test_a_slurm_job_is_queued_again_before_its_time_ends(slurm_job, tmp_path):
+    (tmp_path / "hang").touch()
+    process, file = slurm_job()
+    end = time.monotonic() + 60
+    while not (file.exists() and "\ngroupwise train" in file.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR1)
+    process.wait(timeout=20)
+    assert file.read_text().splitlines()[-1] == "scontrol requeue 7"
+
+
+def test_a_slurm_job_without_a_node_to_train_on_ends_at_once(slurm_job):
+    process, file = slurm_job(3)
+    assert process.wait(timeout=20) == 2 and not file.exists()
+    assert "SERVERS=3 leaves none of 3 nodes to train" in process.stderr.read()
 
 
 def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
