@@ -276,6 +276,30 @@ def test_a_slurm_job_without_a_node_to_train_on_ends_at_once(slurm_job):
     assert "SERVERS=3 leaves none of 3 nodes to train" in process.stderr.read()
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_every_pod_of_the_jobset_trains_and_resumes(slurm_job, tmp_path, monkeypatch, has_checkpoint):
+    job = yaml.safe_load((EXAMPLES / "kubernetes" / "jobset.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = job["spec"]["replicatedJobs"]
+    pods = replicated["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    assert pods["parallelism"] == pods["completions"] == 2 and pods["completionMode"] == "Indexed"
+    assert pods["template"]["spec"]["restartPolicy"] == "Never" and pods["backoffLimit"] == 0
+    volumes = {volume["name"] for volume in pods["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    if has_checkpoint:
+        (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "calls").write_text("groupwise vllm-serve\n")  # a fake trainer waits for one
+    subprocess.run(container["command"], cwd=tmp_path, check=True, timeout=60)
+    launched = (tmp_path / "calls").read_text().splitlines()[-1]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--num_machines 2 --machine_rank 1 --num_processes {2 * gpus} " in launched
+    first = f"{job['metadata']['name']}-{replicated['name']}-0-0.{job['metadata']['name']}"
+    assert f"--main_process_ip {first} " in launched
+    assert ("--resume_from_checkpoint true" in launched) is has_checkpoint
+
+
 def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
     from groupwise.commands.cli import main
 
