@@ -340,7 +340,7 @@ def test_other_versions_of_verifiers_and_other_objects_are_refused(
     monkeypatch.setitem(sys.modules, "verifiers.clients", None)
     adapter._client_class.cache_clear()
     monkeypatch.setattr(adapter.importlib.metadata, "version", lambda name: "0.4.0")
-    with pytest.raises(ConfigError, match=r"0\.1\.12 to 0\.2\.x, and verifiers 0\.4\.0 is installed"):
+    with pytest.raises(ConfigError, match=r"0\.1\.12 to 0\.3\.x, and verifiers 0\.4\.0 is installed"):
         VerifiersEnvironment(FakeEnvironment())
 
 

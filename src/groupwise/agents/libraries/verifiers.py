@@ -1,4 +1,4 @@
-"""Adapter for environments of the ``verifiers`` library (0.1 and 0.2), which run rollouts themselves."""
+"""Adapter for environments of the ``verifiers`` library (0.1.12 to 0.3), which run rollouts themselves."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def _client_class() -> type:
         clients, types, errors = map(importlib.import_module, names)
     except ImportError as missing:
         raise ConfigError(
-            f"VerifiersEnvironment takes environments of verifiers 0.1.12 to 0.2.x, and {_installed()} "
-            f"(later versions replaced them; pip install 'groupwise[verifiers]'): {missing}"
+            f"VerifiersEnvironment takes environments of verifiers 0.1.12 to 0.3.x, and {_installed()} "
+            f"(0.4 removed them; pip install 'groupwise[verifiers]'): {missing}"
         ) from missing
 
     class PolicyClient(clients.Client):  # type: ignore[name-defined]
