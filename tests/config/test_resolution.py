@@ -184,6 +184,17 @@ def test_bf16_follows_accelerate_launch(build, monkeypatch, launched, bf16, nati
     assert (config.bf16, config.mixed_precision) == (bf16, launched)
 
 
+@pytest.mark.parametrize(
+    ("given", "launched", "warns"), [(False, "bf16", True), (True, "bf16", False), (False, "no", False)]
+)
+def test_bf16_false_that_accelerate_overrules_is_said(build, monkeypatch, caplog, given, launched, warns):
+    _on(monkeypatch, "cpu", native=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    config = build(bf16=given, use_cpu=True)
+    assert config.mixed_precision == ("bf16" if given or warns else "no")
+    assert ("bf16=False does not turn off mixed_precision=bf16 of accelerate" in caplog.text) is warns
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_bf16_given_is_kept(build, monkeypatch, given):
     _on(monkeypatch, "cpu", native=not given)

@@ -197,10 +197,17 @@ def computes_bf16_natively(device_type: str) -> bool:
 
 def resolve_precision(config: GRPOFields) -> None:
     """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
-    if config.bf16 is not None:
-        return
     # `accelerate launch --mixed_precision` sets only the environment of this process
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if config.bf16 is not None:
+        if not (config.bf16 or config.fp16) and launched_with != "no":
+            warn_once(
+                logger,
+                "bf16=False does not turn off mixed_precision=%s of accelerate, in which the run trains; for "
+                "float32, launch with --mixed_precision no, or write mixed_precision: 'no' in its file",
+                launched_with,
+            )
+        return
     if config.fp16 or launched_with not in ("no", "bf16"):
         config.bf16 = False
         return
