@@ -62,13 +62,7 @@ def call_rollout_function(
     ends = _ends_of_rollouts(name, output.get("rollout_ids"), len(prompts))  # of B rollouts among the R rows
     num_rollouts = len(prompts)  # B
     num_rows = ends[-1] if ends else num_rollouts  # R
-    for key, values in output.items():
-        if len(values) not in ({num_rows} if key in (*_FIELDS, "rollout_ids") else {num_rows, num_rollouts}):
-            raise BackendError(
-                f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
-                f"{num_rollouts} prompts (each prompt is repeated once per completion)"
-                f"{f' and {num_rows} rollout_ids' if ends else ''}"
-            )
+    _check_lengths(name, output, num_rollouts, num_rows)
     fields = {key: output[key] for key in _FIELDS if key in output}
     rows = [
         _checked(name, row, {key: _plain(values[row]) for key, values in fields.items()}, vocab_size)
@@ -84,6 +78,17 @@ def call_rollout_function(
     if any(failed):
         completions = _without_failed(name, completions, failed, trainer)
     return prompt_ids, completions, columns, metrics
+
+
+def _check_lengths(name: str, output: dict[str, Any], num_rollouts: int, num_rows: int) -> None:
+    """Raise BackendError unless fields have an entry per row, and columns one per row or per rollout."""
+    joined = f" and {num_rows} rollout_ids" if output.get("rollout_ids") is not None else ""
+    for key, values in output.items():
+        if len(values) not in ({num_rows} if key in (*_FIELDS, "rollout_ids") else {num_rows, num_rollouts}):
+            raise BackendError(
+                f"rollout_func {name!r} returned {len(values)} entries for {key!r}, but there are "
+                f"{num_rollouts} prompts (each prompt is repeated once per completion){joined}"
+            )
 
 
 def _without_failed(
