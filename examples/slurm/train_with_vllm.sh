@@ -33,8 +33,8 @@ trap 'kill "$serving" 2>/dev/null || true' EXIT
 
 # A job that starts again resumes, and repeats the steps after its last checkpoint (save_steps).
 resume=()
-output=$(sed -n 's/^output_dir: *\([^ #]*\).*/\1/p' "$run")
-if ((${SLURM_RESTART_COUNT:-0} > 0)) && compgen -G "${output:?no line output_dir: in $run}/checkpoint-*" >/dev/null; then
+output=$(python3 -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["output_dir"])' "$run")
+if ((${SLURM_RESTART_COUNT:-0} > 0)) && compgen -G "$output/checkpoint-*" >/dev/null; then
     resume=(--resume_from_checkpoint true)
 fi
 

@@ -184,6 +184,7 @@ def test_accelerate_accepts_the_configuration(path):
     config = load_config_from_file(str(path))  # raises for unknown top-level keys
     kinds = {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
     assert config.distributed_type.value == kinds[path.stem]
+    assert config.mixed_precision == "no"  # another value would overrule bf16=False of a run
     flags = {action.dest for action in launch_command_parser()._actions}
     nested = [part for part in yaml.safe_load(path.read_text()).values() if isinstance(part, dict)]
     assert {name for part in nested for name in part} <= flags
@@ -208,7 +209,7 @@ def slurm_job(tmp_path, monkeypatch):
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "run.yaml").write_text("model: m\noutput_dir: out  # shared\n")
+    (tmp_path / "run.yaml").write_text('model: m\noutput_dir: "out"  # shared\n')
     script = EXAMPLES / "slurm" / "train_with_vllm.sh"
     assert os.access(script, os.X_OK)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
