@@ -59,6 +59,33 @@ def make_model(images: int) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def make_processor() -> Any:
+    """Return a processor of the model for images, with a word for each token: "w0", "w1", and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessor
+    from transformers import Qwen2VLVideoProcessor as VideoProcessor  # needs torchvision
+
+    special = {IMAGE: "<image>", START: "<start>", END: "<end>"}
+    words = {special.get(token, f"w{token}"): token for token in range(SHAPE["vocab_size"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="w0",
+        eos_token="w2",
+        padding_side="left",
+        extra_special_tokens={"image_token": "<image>", "video_token": "<image>"},
+    )
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<start> <image> <end> ' if part['type'] == 'image' else part['text'] + ' ' }}"
+        "{% endfor %}{% endfor %}"
+    )
+    pixels = (SIDE * 14) ** 2
+    images = Qwen2VLImageProcessor(min_pixels=pixels, max_pixels=pixels)
+    return Qwen2_5_VLProcessor(images, tokenizer, VideoProcessor(), chat_template=template)
+
+
 def make_prompt(prompt_tokens: int, num_images: int) -> tuple[list[int], Any]:
     """Return token ids and image inputs of a prompt: images of SIDE · SIDE random patches, then text."""
     import torch

@@ -15,7 +15,8 @@ unless their name ends in "none". Each measurement is a process of its own, and 
     python benchmarks/train_phase.py --device cuda --model random:24,896,14,2,4864,151936
     python benchmarks/train_phase.py --model random:6,512,8,2,1536,4096 --group_size 2 --accumulation 1 \
         --windows 1 --prompt_tokens 6144 --completion_tokens 2048 --output long_context_8192 \
-        --methods auto auto_every_layer auto_every_second auto_none padded_every_layer padded_every_second padded_none
+        --methods auto auto_every_layer auto_every_second auto_none \
+        padded_every_layer padded_every_second padded_none
 """
 
 from __future__ import annotations
