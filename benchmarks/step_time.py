@@ -11,7 +11,7 @@ and the next round starts with the next candidate.
     python benchmarks/step_time.py --case short --rows 8                 # 4 micro-batches of 8 rows
     python benchmarks/step_time.py --case short --base ../another-clone  # beside another commit of groupwise
     python benchmarks/step_time.py --case long --model qwen3_5 --padded  # beside padded rows and ``generate``
-    python benchmarks/step_time.py --case long --model qwen2_5_vl --padded  # an image of 1,024 tokens per prompt
+    python benchmarks/step_time.py --case long --model qwen2_5_vl --padded  # with an image of 1,024 tokens
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ QWEN3_5 = {
 }
 
 
-def make_policy(name: str) -> Any:
+def make_model(name: str) -> Any:
     """Return SmolLM2-135M-Instruct as a directory, or a model of random weights."""
     from smollm2 import local_model
 
@@ -69,9 +69,9 @@ def make_policy(name: str) -> Any:
 
     torch.manual_seed(0)
     if name == "qwen2_5_vl":
-        from forked import make_model
+        import forked
 
-        return make_model(images=1)
+        return forked.make_model(images=1)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**QWEN3_5))
 
 
@@ -138,7 +138,7 @@ def make_processing_class(name: str) -> Any:
         from forked import make_processor
 
         return make_processor()
-    return AutoTokenizer.from_pretrained(make_policy("smollm2"), padding_side="left")
+    return AutoTokenizer.from_pretrained(make_model("smollm2"), padding_side="left")
 
 
 def trainer_settings(
@@ -194,7 +194,7 @@ def run_worker(library: str, options: argparse.Namespace) -> None:
                 self.lengths.append(logs["completions/mean_length"])
                 self.generate.append(logs.get("time/generate", float("nan")))
 
-    model, clock = make_policy(options.model), StepClock()
+    model, clock = make_model(options.model), StepClock()
     settings = trainer_settings(
         options.case, options.timed_steps, options.lengths, options.precision, options.rows
     )
