@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,8 @@ from torch import nn
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import (
     AttentionFunction,
+    additive_mask,
+    attention_dtype,
     grouped_query_attention,
     install_attention_hook,
 )
@@ -100,7 +104,9 @@ class PackedAttention:
     order_S: torch.Tensor
     varlen: AttentionFunction | None = None
     # By block and window; filled by the first layer.
-    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
+    _visible: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
+    # As long as a layer keeps them for its backward pass: they are larger by the query heads of a key.
+    _masks: WeakValueDictionary[Any, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
@@ -114,21 +120,36 @@ class PackedAttention:
         """Compute the attention of one layer. Returns (1, S, H, D)."""
         if self.varlen is not None and value_1JSD.dtype in HALF_PRECISION:
             return self.varlen(query_1HSD, key_1JSD, value_1JSD, scale, sliding_window)
+        heads_per_key, dtype = query_1HSD.shape[1] // key_1JSD.shape[1], attention_dtype(query_1HSD)
         outputs = []
         for index, block in enumerate(self.blocks):
-            if (index, sliding_window) not in self._masks:  # the same for all layers
-                self._masks[index, sliding_window] = block.mask(sliding_window)
+            mask_R1GK = self._mask(index, sliding_window, heads_per_key, dtype)
             out_RHQD = grouped_query_attention(
                 _gather(query_1HSD, block.query_RQ),  # (R, H, Q, D)
                 _gather(key_1JSD, block.key_RK),  # (R, J, K, D), a shared prompt once per completion
                 _gather(value_1JSD, block.key_RK),
-                self._masks[index, sliding_window],
+                mask_R1GK,
                 scale,
             )
             outputs.append(out_RHQD.transpose(1, 2).flatten(0, 1).flatten(1))  # (R * Q, H * D)
         rows = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # (all R · Q, H · D)
         # Drops the padding of rows.
         return F.embedding(self.order_S, rows).unflatten(1, (query_1HSD.shape[1], -1)).unsqueeze(0)
+
+    def _mask(
+        self, index: int, sliding_window: int | None, heads_per_key: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return the mask of a block, the same tensor for all layers; None: plain causal attention."""
+        if (index, sliding_window) not in self._visible:
+            self._visible[index, sliding_window] = self.blocks[index].mask(sliding_window)
+        visible_R1QK = self._visible[index, sliding_window]
+        if visible_R1QK is None:
+            return None
+        kind = (index, sliding_window, heads_per_key, dtype)
+        mask_R1GK = self._masks.get(kind)
+        if mask_R1GK is None:
+            mask_R1GK = self._masks[kind] = additive_mask(visible_R1QK, heads_per_key, dtype)
+        return mask_R1GK
 
 
 def _gather(heads_1HSD: torch.Tensor, index_RQ: torch.Tensor) -> torch.Tensor:
