@@ -122,7 +122,7 @@ def grouped_query_attention(
 
     Args:
         query_BHQD, key_BJKD, value_BJKD: projections.
-        mask_B1GK: from :func:`additive_mask`, with H / J · Q queries; None: causal attention with Q = K.
+        mask_B1GK: 0 or -inf, with H / J · Q queries; None: causal attention with Q = K.
         scale: factor of the scores; None: 1 / sqrt(D).
 
     Returns:
@@ -143,16 +143,6 @@ def grouped_query_attention(
     grouped = query_BHQD.reshape(batch, kv_heads, -1, size)  # (B, J, H / J · Q, D)
     out = scaled_dot_product_attention(grouped, key_BJKD, value_BJKD, attn_mask=mask_B1GK, scale=scale)
     return out.view(batch, heads, length, size)
-
-
-def additive_mask(visible_B1QK: torch.Tensor, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 for visible keys and -inf for others, (B, 1, H / J · Q, K), a mask for all layers.
-
-    From a boolean mask every layer would make such a tensor of its own, and keep it for the backward pass.
-    """
-    hidden_B1QK = visible_B1QK.logical_not()
-    mask_B1QK = torch.zeros_like(hidden_B1QK, dtype=dtype).masked_fill_(hidden_B1QK, float("-inf"))
-    return mask_B1QK.repeat(1, 1, heads_per_key, 1)
 
 
 def attention_dtype(query_BHQD: torch.Tensor) -> torch.dtype:

@@ -44,7 +44,6 @@ from torch import nn
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import (
     AttentionFunction,
-    additive_mask,
     attention_dtype,
     grouped_query_attention,
     install_attention_hook,
@@ -80,15 +79,18 @@ class Block:
     key_position_RK: torch.Tensor
     same: bool
 
-    def mask(self, sliding_window: int | None) -> torch.Tensor | None:
-        """Return the mask (R, 1, Q, K), True for visible keys; None: plain causal attention."""
+    def mask(self, sliding_window: int | None, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return 0 for visible keys, else -inf, (R, 1, H / J · Q, K); None: plain causal attention."""
         if self.same and (sliding_window is None or sliding_window >= self.key_RK.shape[1]):
             return None
         # (R, 1, Q, 1) and (R, 1, 1, K).
         query_R1Q1, key_R11K = self.query_position_RQ[:, None, :, None], self.key_position_RK[:, None, None]
         # Causal by position, so completions of a group do not see each other's keys.
-        visible = key_R11K <= query_R1Q1
-        return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
+        hidden_R1QK = key_R11K > query_R1Q1
+        if sliding_window is not None:
+            hidden_R1QK |= key_R11K <= query_R1Q1 - sliding_window
+        mask_R1QK = torch.zeros_like(hidden_R1QK, dtype=dtype).masked_fill_(hidden_R1QK, float("-inf"))
+        return mask_R1QK.repeat(1, 1, heads_per_key, 1)
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,8 @@ class PackedAttention:
     blocks: Sequence[Block]
     order_S: torch.Tensor
     varlen: AttentionFunction | None = None
-    # By block and window; filled by the first layer.
-    _visible: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
-    # As long as a layer keeps them for its backward pass: they are larger by the query heads of a key.
+    # By block, window, queries per key and dtype. A mask lives as long as layers keep it for their backward
+    # pass: beside a long prompt it is larger than the activations.
     _masks: WeakValueDictionary[Any, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
@@ -123,7 +124,10 @@ class PackedAttention:
         heads_per_key, dtype = query_1HSD.shape[1] // key_1JSD.shape[1], attention_dtype(query_1HSD)
         outputs = []
         for index, block in enumerate(self.blocks):
-            mask_R1GK = self._mask(index, sliding_window, heads_per_key, dtype)
+            kind = (sliding_window, heads_per_key, dtype)
+            mask_R1GK = self._masks.get((index, kind))
+            if mask_R1GK is None and (mask_R1GK := block.mask(*kind)) is not None:
+                self._masks[index, kind] = mask_R1GK  # the same tensor for all layers
             out_RHQD = grouped_query_attention(
                 _gather(query_1HSD, block.query_RQ),  # (R, H, Q, D)
                 _gather(key_1JSD, block.key_RK),  # (R, J, K, D), a shared prompt once per completion
@@ -135,21 +139,6 @@ class PackedAttention:
         rows = torch.cat(outputs) if len(outputs) > 1 else outputs[0]  # (all R · Q, H · D)
         # Drops the padding of rows.
         return F.embedding(self.order_S, rows).unflatten(1, (query_1HSD.shape[1], -1)).unsqueeze(0)
-
-    def _mask(
-        self, index: int, sliding_window: int | None, heads_per_key: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Return the mask of a block, the same tensor for all layers; None: plain causal attention."""
-        if (index, sliding_window) not in self._visible:
-            self._visible[index, sliding_window] = self.blocks[index].mask(sliding_window)
-        visible_R1QK = self._visible[index, sliding_window]
-        if visible_R1QK is None:
-            return None
-        kind = (index, sliding_window, heads_per_key, dtype)
-        mask_R1GK = self._masks.get(kind)
-        if mask_R1GK is None:
-            mask_R1GK = self._masks[kind] = additive_mask(visible_R1QK, heads_per_key, dtype)
-        return mask_R1GK
 
 
 def _gather(heads_1HSD: torch.Tensor, index_RQ: torch.Tensor) -> torch.Tensor:
