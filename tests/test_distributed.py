@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from accelerate import Accelerator
 
-from groupwise.distributed import RankSlice, any_rank, broadcast_from_first, is_sharded, rows_of_rank
+from groupwise.distributed import (
+    RankSlice,
+    RankStages,
+    any_rank,
+    broadcast_from_first,
+    is_sharded,
+    rows_of_rank,
+)
 
 
 def test_the_rows_of_all_ranks_are_disjoint_and_in_rank_order():
@@ -27,3 +35,18 @@ def test_one_process_agrees_with_itself_and_shards_nothing():
     assert not is_sharded(accelerator)
     with pytest.raises(ZeroDivisionError):
         broadcast_from_first(lambda: 1 / 0, True, 1)
+
+
+def test_the_message_of_a_failure_has_the_stages_of_other_ranks(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        one, other = (RankStages(rank, world_size=2, timeout=60) for rank in (0, 1))
+        other.enter("generate of step 3")
+        one.enter("reward of step 3")
+        failed = "failed in reward of step 3: ValueError: no judge"
+        found = one.describe_failure(ValueError("no\njudge"))
+        assert found == f"rank 0 {failed}. Others: rank 1: generate of step 3"
+        assert other.describe_failure(RuntimeError("closed")).endswith(f"Others: rank 0: {failed}")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
+from groupwise.compat.torch import process_group_store
 from groupwise.compat.transformers import is_fsdp_managed, is_zero3_enabled
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError
 
@@ -97,3 +100,34 @@ def broadcast_from_first(compute: Callable[[], T], is_first: bool, world_size: i
     if result[1] is not None:
         raise ConfigError(f"the first process could not read the data: {result[1]}")
     return result[0]
+
+
+class RankStages:
+    """Stages of all ranks in the store of the process group: a rank that is killed or stopped logs none."""
+
+    def __init__(self, rank: int, world_size: int, timeout: float) -> None:
+        self.rank, self.stage = rank, "start"
+        self.others = [other for other in range(world_size) if other != rank]
+        # transformers passes no ddp_timeout on a CPU: a rank would wait 30 minutes for one that has stopped.
+        self._store = process_group_store(timeout) if self.others else torch.distributed.HashStore()
+
+    def enter(self, stage: str) -> None:
+        """Set the stage of this rank, such as "reward of step 3"."""
+        self.stage = stage
+        with suppress(RuntimeError):  # the store has ended; the next collective fails
+            self._store.set(f"groupwise/{self.rank}", stage)  # does not wait for it
+
+    def describe_failure(self, error: BaseException) -> str:
+        """Return rank, stage and cause of a failure, and the stages of up to eight other ranks."""
+        failed, found = f"failed in {self.stage}: {type(error).__name__}: {error!s:.300}", list[str]()
+        self.enter(failed)
+
+        def read() -> None:
+            with suppress(RuntimeError):
+                for other in self.others[:8]:
+                    found.append(f"rank {other}: {self._store.get(f'groupwise/{other}').decode()}")
+
+        reader = Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(5.0)  # a store whose process is stopped does not answer
+        return " ".join(f"rank {self.rank} {failed}. Others: {'; '.join(found) or 'no answer'}".split())

@@ -617,8 +617,8 @@ class GRPOTrainer(
         self.refresh_settings(new_run=True)
         self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
-        for buffer in self.metrics.values():
-            buffer.timer.show = partial(show_phase, self)
+        for mode, buffer in self.metrics.items():
+            buffer.timer.show = partial(show_phase, self, mode)
         self.window = AccumulationWindow.to_be_made(0)
         self._components = {
             "buffer": self.buffer,

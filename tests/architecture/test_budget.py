@@ -20,10 +20,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "groupwise"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 #: Lines of all of ``src``, blank lines and docstrings included.
-LINES = 41_095
+LINES = 41_085
 
 #: Files and lines of the algorithm, as ``docs/reading.md`` lists them.
-READING_FILES, READING_LINES = 44, 8_296
+READING_FILES, READING_LINES = 44, 8_286
 
 #: Files of the package that importing the trainer loads, and those in which a plain step calls a function.
 LOADED_FILES, STEP_FILES = 120, 68

@@ -353,7 +353,7 @@ def test_a_parameter_is_replaced():
     assert module.weight is parameter and [*module.state_dict()] == ["weight", "bias"]
 
 
-def test_the_next_forward_of_ddp_broadcasts_no_buffers(tmp_path):
+def test_process_group_and_the_next_forward_of_ddp_without_broadcast(tmp_path):
     from torch.nn.parallel import DistributedDataParallel
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -366,6 +366,10 @@ def test_the_next_forward_of_ddp_broadcasts_no_buffers(tmp_path):
             assert model.require_forward_param_sync is False
         model(torch.ones(1, 1))
         assert "require_forward_param_sync" in inspect.getsource(DistributedDataParallel)
+        compat_torch.process_group_store(5).set("groupwise", "of this group")
+        assert compat_torch.process_group_store(7).get("groupwise") == b"of this group"
+        gloo = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert gloo.options._timeout.total_seconds() == 7
     finally:
         torch.distributed.destroy_process_group()
     compat_torch.skip_buffer_broadcast(nn.Linear(1, 1))

@@ -1,6 +1,7 @@
 """A run that is killed at random moments and goes on with another number of processes: one history.
 
     python -m support.faults [--kills 50] [--seed 0]
+    python -m support.faults --grid [--seeds 0 1 2]: faults × stages instead, see fault_grid.py
 
 SIGKILL ends one rank or all of them: at the start, while they sample, reward and train, and while they write
 or delete a checkpoint. The others must end by themselves. Printed are every kill, and the comparison with a
@@ -141,6 +142,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grid", action="store_true", help="faults × stages instead of kills")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the grid")
+    parser.add_argument(
+        "--only", nargs="+", default=(), help='cells of the grid, such as "hang/reward" or "SIGKILL"'
+    )
+    parser.add_argument("--without_server", action="store_true", help="the grid without vLLM")
     options = parser.parse_args()
+    if options.grid:
+        from support import fault_grid
+
+        sys.exit(not fault_grid.main(options.seeds, options.only, without_server=options.without_server))
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(not is_one_history(run(Path(folder, "runs"), options.kills, options.seed)))

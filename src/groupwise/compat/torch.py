@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Replace a parameter of ``module`` itself; its attribute setter and hooks are not called."""
     module._parameters[name] = parameter
+
+
+def process_group_store(timeout: float) -> torch.distributed.Store:
+    """Set the seconds that a collective of the default process group may take, and return its store."""
+    from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout))
+    return _get_default_store()
 
 
 def skip_buffer_broadcast(model: nn.Module) -> None:

@@ -34,14 +34,14 @@ from groupwise.data.evaluation import EvaluationStream, evaluation_rows
 from groupwise.data.prompt_source import PromptSource, make_prompt_source
 from groupwise.data.sampler import as_rows, checked_eval_sampler, make_group_sampler
 from groupwise.data.train_loader import make_train_loader
-from groupwise.distributed import is_sharded
+from groupwise.distributed import RankStages, is_sharded
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
 from groupwise.hf.callbacks import CheckpointingCallback, FlagAgreementCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
-from groupwise.hf.run_directory import RunDirectory
+from groupwise.hf.run_directory import RunDirectory, checkpoints
 from groupwise.hf.step_state import Stateful, StepState
 from groupwise.policy.introspection import has_adapter
 from groupwise.policy.loading import set_ddp_defaults
@@ -146,6 +146,7 @@ class BaseTrainer(Trainer):
         self._digests = checkpointing.ModelDigests()
         self.rng = RandomState(args.device)
         self.run_directory = RunDirectory(args)
+        self.stages = RankStages(args.process_index, args.world_size, args.ddp_timeout)
         self.recomputation = make_recomputation(args, self.accelerator)
         self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
             self.accelerator,
@@ -249,6 +250,9 @@ class BaseTrainer(Trainer):
                     if isinstance(callback, (JITCheckpointCallback, TrackioAlertsCallback)):
                         callback.on_train_end(self.args, self.state, self.control)
                 if not isinstance(error, _FinishedRunError):
+                    if self.stages.others:
+                        last = max(checkpoints(self.run_directory.path), default="none")
+                        logger.error("%s; last checkpoint: %s", self.stages.describe_failure(error), last)
                     raise
             finally:
                 if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
@@ -265,6 +269,7 @@ class BaseTrainer(Trainer):
 
     def begin_update(self) -> None:
         """Set model and optimizer to training mode before sampling, and check what the optimizer holds."""
+        self.stages.enter(f"step {self.state.global_step + 1}")
         self.model_wrapped.train()
         if averages_weights(self.optimizer):
             cast(Any, self.optimizer).train()
@@ -370,6 +375,7 @@ class BaseTrainer(Trainer):
         if averaged or not self.is_in_train:  # a script may have loaded other weights at the same step
             self.backend.invalidate_weights()
         self._mode = "eval"
+        self.stages.enter(f"the evaluation after step {self.state.global_step}")
         try:
             with self.step_state.rollback_on_failure():
                 output = super().evaluation_loop(
@@ -497,6 +503,7 @@ class BaseTrainer(Trainer):
         final = Path(
             self._get_output_dir(trial), f"{compat_transformers.checkpoint_prefix()}-{state.global_step}"
         )
+        self.stages.enter(f"save of step {state.global_step}")
         with run.staged(final, self._estimate_checkpoint_bytes) as staged:
             super()._save_checkpoint(model, trial)
             if not args.save_only_model:
@@ -588,8 +595,10 @@ class BaseTrainer(Trainer):
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
         directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
+        failed = self.stages.stage
         if not checkpointing.is_complete(directory):
             self._save_checkpoint(cast(nn.Module, self.model), None)
+        self.stages.enter(failed)
         logger.warning(
             "step %d is saved in %s; continue with train(resume_from_checkpoint=True)", step, directory
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import save_matmul_outputs
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.policy.reference import Reference
+
+logger = logging.getLogger(__name__)
 
 #: Flags of ``TrainerControl`` that decide which collectives a rank calls next.
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -41,16 +45,30 @@ class SyncRefModelCallback(TrainerCallback):
 
 
 class FlagAgreementCallback(TrainerCallback):
-    """Set the flags of ``TrainerControl`` on every rank that an earlier callback set on one."""
+    """Set the flags of ``TrainerControl`` on every rank that an earlier callback, or SIGTERM, set on one."""
+
+    _signal = 0  # received SIGTERM, with enable_jit_checkpoint
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        if args.enable_jit_checkpoint and args.world_size > 1:
+            # Trainer's handler saves on this rank alone, which then waits for the others, maybe forever.
+            signal.signal(signal.SIGTERM, lambda number, _: setattr(self, "_signal", number))
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **given: Any) -> None:
+        if self._signal:
+            control.should_save = control.should_training_stop = True
+            logger.warning("rank %d received SIGTERM: the run saves this step and ends", args.process_index)
+            self._signal = 0
+        self._agree(args, state, control, **given)
+
+    def _agree(self, args: TrainingArguments, state: Any, control: TrainerControl, **given: Any) -> None:
         # Logs without a loss may be those of one rank.
         if args.world_size > 1 and "loss" in given.get("logs", ("loss",)):
             flags = torch.tensor([float(getattr(control, flag)) for flag in _FLAGS], device=args.device)
             for flag, count in zip(_FLAGS, reduce(flags).tolist(), strict=True):
                 setattr(control, flag, count > 0)
 
-    on_substep_end = on_epoch_end = on_log = on_evaluate = on_save = on_step_end
+    on_substep_end = on_epoch_end = on_log = on_evaluate = on_save = _agree
 
 
 class CheckpointingCallback(TrainerCallback):

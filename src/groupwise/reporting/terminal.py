@@ -306,8 +306,10 @@ class LogLinesProgressCallback(_LogLines, ProgressCallback):
             self._line = tqdm(desc=phase, bar_format="{desc}", leave=False)
 
 
-def show_phase(trainer: Trainer, phase: str) -> None:
-    """Show the running phase ("generate", "sync", …; "" between phases) if the trainer has progress bars."""
+def show_phase(trainer: Any, mode: str, phase: str) -> None:
+    """Show the running phase ("generate", "sync", …; "" between them) in progress bars and to other ranks."""
+    if phase and mode == "train":
+        trainer.stages.enter(f"{phase} of step {trainer.state.global_step + 1}")
     for callback in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
         if isinstance(callback, LogLinesProgressCallback):
             callback.show_phase(phase)

@@ -140,11 +140,18 @@ def run(*command: object, timeout: float = 280, **options: Any) -> subprocess.Co
     return _finish([Script(*command, **options)], timeout)
 
 
-def start_ranks(*command: object, world_size: int = 2, **options: Any) -> list[Script]:
-    """Start a script as ``world_size`` ranks on this machine, with the variables that torchrun sets."""
+def start_ranks(
+    *command: object, world_size: int = 2, master_port: int | None = None, **options: Any
+) -> list[Script]:
+    """Start a script as ``world_size`` ranks on this machine, with the variables that torchrun sets.
+
+    Args:
+        master_port: of the ranks' store, if there is one; None: rank 0 starts it on a free port.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        port = master_port or free.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     common = {**(options.pop("environment", None) or {}), **address, **size}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
