@@ -59,6 +59,39 @@ def make_model(images: int) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+def make_processor() -> Any:
+    """Return a processor of the model for images, with a word for each token: "w0", "w1", and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+
+    class ImageProcessor(Qwen2_5_VLProcessor):
+        """A processor without video processor, which needs torchvision."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name != "video_processor":
+                return super().check_argument_for_proper_class(argument_name, argument)
+
+    special = {IMAGE - 1: "<video>", IMAGE: "<image>", START: "<start>", END: "<end>"}
+    words = {special.get(token, f"w{token}"): token for token in range(SHAPE["vocab_size"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="w0",
+        eos_token="w2",
+        padding_side="left",
+        extra_special_tokens={"image_token": "<image>", "video_token": "<video>"},
+    )
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<start> <image> <end> ' if part['type'] == 'image' else part['text'] + ' ' }}"
+        "{% endfor %}{% endfor %}"
+    )
+    pixels = (SIDE * 14) ** 2
+    images = Qwen2VLImageProcessorPil(min_pixels=pixels, max_pixels=pixels)
+    return ImageProcessor(images, tokenizer, chat_template=template)
+
+
 def make_prompt(prompt_tokens: int, num_images: int) -> tuple[list[int], Any]:
     """Return token ids and image inputs of a prompt: images of SIDE · SIDE random patches, then text."""
     import torch

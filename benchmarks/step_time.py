@@ -11,6 +11,7 @@ and the next round starts with the next candidate.
     python benchmarks/step_time.py --case short --rows 8                 # 4 micro-batches of 8 rows
     python benchmarks/step_time.py --case short --base ../another-clone  # beside another commit of groupwise
     python benchmarks/step_time.py --case long --model qwen3_5 --padded  # beside padded rows and ``generate``
+    python benchmarks/step_time.py --case long --model qwen2_5_vl --padded  # with an image of 1,024 tokens
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ def make_model(name: str) -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
+    if name == "qwen2_5_vl":
+        import forked
+
+        return forked.make_model(images=1)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**QWEN3_5))
 
 
@@ -104,6 +109,38 @@ def make_dataset(case: str, zero_variance: int, lengths: str = "full") -> Datase
     )
 
 
+def make_image_dataset() -> Dataset:
+    """Return 64 random images of 1,024 tokens with a question of 32 words each; no reward is constant."""
+    import numpy as np
+    from datasets import Dataset
+    from forked import SIDE
+    from PIL import Image
+
+    pixels, draw = SIDE * 14, np.random.default_rng(0)  # patches of 14 pixels
+    rows = [
+        {
+            "prompt": [
+                {"role": "user", "content": " ".join(f"w{word}" for word in draw.integers(3, 4000, 32))}
+            ],
+            "image": Image.fromarray(draw.integers(0, 256, (pixels, pixels, 3), dtype=np.uint8)),
+            "constant": False,
+        }
+        for _ in range(8)
+    ]
+    return Dataset.from_list(rows * 8)
+
+
+def make_processing_class(name: str) -> Any:
+    """Return SmolLM2's tokenizer, or a processor of images and words."""
+    from transformers import AutoTokenizer
+
+    if name == "qwen2_5_vl":
+        from forked import make_processor
+
+        return make_processor()
+    return AutoTokenizer.from_pretrained(make_model("smollm2"), padding_side="left")
+
+
 def trainer_settings(
     case: str, timed_steps: int, lengths: str = "full", precision: str = "float32", rows: int | None = None
 ) -> dict:
@@ -132,7 +169,7 @@ def trainer_settings(
 
 def run_worker(library: str, options: argparse.Namespace) -> None:
     """Train in this process and print seconds and mean lengths of timed steps, and peak memory, as JSON."""
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
 
     if library == "trl":
         from trl import GRPOConfig, GRPOTrainer
@@ -165,13 +202,18 @@ def run_worker(library: str, options: argparse.Namespace) -> None:
         settings |= {"sequence_layout": "padded", "cache_implementation": "dynamic"}  # transformers' own loop
     if not isinstance(model, str):
         del settings["model_init_kwargs"]
+    dataset = (
+        make_image_dataset()
+        if options.model == "qwen2_5_vl"
+        else make_dataset(options.case, options.zero_variance, options.lengths)
+    )
     with tempfile.TemporaryDirectory() as output_dir:
         GRPOTrainer(
             model=model,
             reward_funcs=binary_reward,
             args=GRPOConfig(output_dir, **settings),
-            train_dataset=make_dataset(options.case, options.zero_variance, options.lengths),
-            processing_class=AutoTokenizer.from_pretrained(make_model("smollm2"), padding_side="left"),
+            train_dataset=dataset,
+            processing_class=make_processing_class(options.model),
             callbacks=[clock],
         ).train()
     seconds = [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)]
@@ -197,7 +239,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
     parser.add_argument("--rows", type=int, help="rows of a micro-batch; default: all rows of a step in one")
     parser.add_argument("--base", type=Path, help="another checkout of groupwise, measured beside this one")
-    parser.add_argument("--model", choices=("smollm2", "qwen3_5"), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", "qwen3_5", "qwen2_5_vl"), default="smollm2")
     parser.add_argument("--padded", action="store_true", help="groupwise with padded rows and generate, too")
     add_precision(parser)
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)

@@ -4,14 +4,19 @@ Alternatives: groupwise in the layout it chooses (`auto`) and padded, TRL's `tra
 completions, padded, and a floor. The floor is what no trainer can avoid with this model: forward and backward
 of the bare model over each prompt once and each completion once, without padding, with scores at the
 completion tokens only. Its rows are cut to the length at which plain causal attention has as many scores to
-compute as the groups have.
+compute as the groups have. Both layouts of groupwise can be measured with every layer recomputed, with every
+second one, and with none, too.
 
 Counted is everything between getting the window's completions and its last gradient, cutting and weighing
-included; generation, rewards, advantages and the optimizer are not. All alternatives checkpoint activations.
-Each measurement is a process of its own, and the alternatives take turns.
+included; generation, rewards, advantages and the optimizer are not. All alternatives checkpoint activations,
+unless their name ends in "none". Each measurement is a process of its own, and the alternatives take turns.
 
     OMP_NUM_THREADS=2 python benchmarks/train_phase.py --rounds 3
     python benchmarks/train_phase.py --device cuda --model random:24,896,14,2,4864,151936
+    python benchmarks/train_phase.py --model random:6,512,8,2,1536,4096 --group_size 2 --accumulation 1 \
+        --windows 1 --prompt_tokens 6144 --completion_tokens 2048 --output long_context_8192 \
+        --methods auto auto_every_layer auto_every_second auto_none \
+        padded_every_layer padded_every_second padded_none
 """
 
 from __future__ import annotations
@@ -41,12 +46,26 @@ from common import (
 from head_memory import resident_bytes
 from training_work import Spec, adapter_config, make_model, make_trainer, make_work
 
+#: Layers that are computed again in the backward pass; without such a name, as few as memory demands.
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "every_layer": {"activation_memory_fraction": 0.0},
+    "every_second": {
+        "activation_memory_fraction": 0.0,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2},
+    },
+    "none": {"gradient_checkpointing": False},
+}
 #: Library and settings of every alternative that is a trainer.
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto": ("groupwise", {}),
     "padded": ("groupwise", {"sequence_layout": "padded"}),
     "padded_dense": ("groupwise", {"sequence_layout": "padded", "logprob_head": "dense"}),
     "trl": ("trl", {}),
+    **{f"auto_{name}": ("groupwise", settings) for name, settings in CHECKPOINTING.items()},
+    **{
+        f"padded_{name}": ("groupwise", {"sequence_layout": "padded", **settings})
+        for name, settings in CHECKPOINTING.items()
+    },
 }
 METHODS = ("auto", "padded", "trl", "floor")
 
@@ -57,20 +76,22 @@ class Meter:
     def __init__(self, device: str) -> None:
         self.cuda = device.startswith("cuda")
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []  # processor time, which other programs do not change
         self.peaks: list[int] = []
-        self.running = 0.0
+        self.running = self.cpu_running = 0.0
         self.before = 0
 
     @contextmanager
     def clock(self, sign: int = 1) -> Iterator[None]:
         """Add the time of the block to the window's, or subtract it."""
-        start = self._now()
+        start, cpu_start = self._now(), time.process_time()
         yield
         self.running += sign * (self._now() - start)
+        self.cpu_running += sign * (time.process_time() - cpu_start)
 
     def start_window(self) -> None:
         warm = len(self.seconds) == 1  # baseline: weights, libraries, thread pools
-        self.running = 0.0
+        self.running = self.cpu_running = 0.0
         if self.cuda:
             import torch
 
@@ -84,6 +105,7 @@ class Meter:
 
     def end_window(self) -> None:
         self.seconds.append(self.running)
+        self.cpu_seconds.append(self.cpu_running)
         if self.cuda:
             import torch
 
@@ -94,7 +116,11 @@ class Meter:
     def result(self) -> dict[str, Any]:
         """Return the windows without the warm-up; peaks are relative to the memory after it."""
         above = [peak - self.before for peak in self.peaks[1:]]
-        return {"seconds": self.seconds[1:], "peak_bytes": max(above)}
+        return {
+            "seconds": self.seconds[1:],
+            "cpu_seconds": self.cpu_seconds[1:],
+            "peak_bytes": max(above),
+        }
 
     def _now(self) -> float:
         if self.cuda:
@@ -222,7 +248,10 @@ def run_worker(method: str, spec: Spec, timeout: float | None = None) -> dict[st
 def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return rates, and ratios of groupwise's layout to every alternative with as many rounds."""
     work = make_work(spec, 3)  # only the number of tokens is used
-    seconds = {method: [s for run in runs[method] for s in run["seconds"]] for method in runs}
+    seconds, cpu_seconds = (
+        {method: [s for run in runs[method] for s in run[key]] for method in runs}
+        for key in ("seconds", "cpu_seconds")
+    )
     peaks = {method: [run["peak_bytes"] for run in runs[method]] for method in runs}
     rates = {method: [round(work.tokens / s, 1) for s in seconds[method]] for method in runs}
     ratios = {}
@@ -230,6 +259,7 @@ def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, An
         if method != "auto" and runs[method] and len(runs[method]) == len(runs.get("auto", [])):
             ratios[f"auto/{method}"] = {
                 "time": ratio_summary(seconds["auto"], seconds[method]),
+                "processor_time": ratio_summary(cpu_seconds["auto"], cpu_seconds[method]),
                 "peak": ratio_summary(peaks["auto"], peaks[method]),
             }
     return {
@@ -238,6 +268,7 @@ def summarise(spec: Spec, runs: dict[str, list[dict[str, Any]]]) -> dict[str, An
         "distinct_tokens": work.distinct_tokens,
         "layouts": {method: runs[method][-1]["layout"] for method in runs if runs[method]},
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "tokens_per_second": rates,
         "peak_bytes": peaks,
         "ratios": ratios,
@@ -256,7 +287,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     for method, rates in summary["tokens_per_second"].items():
         print(f"  {method:12} {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
     for name, ratio in summary["ratios"].items():
-        print(f"  {name}: time {format_ratio(ratio['time'])}, peak memory {format_ratio(ratio['peak'])}")
+        of = ", ".join(f"{key.replace('_', ' ')} {format_ratio(value)}" for key, value in ratio.items())
+        print(f"  {name}: {of}")
 
 
 def parse_arguments() -> argparse.Namespace:

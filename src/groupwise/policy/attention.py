@@ -112,7 +112,7 @@ def grouped_query_attention(
     query_BHQD: torch.Tensor,
     key_BJKD: torch.Tensor,
     value_BJKD: torch.Tensor,
-    mask_B1QK: torch.Tensor | None,
+    mask_B1GK: torch.Tensor | None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Compute masked attention with H / J query heads per key-value head, in a fused kernel.
@@ -122,7 +122,7 @@ def grouped_query_attention(
 
     Args:
         query_BHQD, key_BJKD, value_BJKD: projections.
-        mask_B1QK: True for visible keys; None: causal attention with Q = K.
+        mask_B1GK: 0 or -inf, with H / J · Q queries; None: causal attention with Q = K.
         scale: factor of the scores; None: 1 / sqrt(D).
 
     Returns:
@@ -130,13 +130,9 @@ def grouped_query_attention(
     """
     batch, heads, length, size = query_BHQD.shape
     kv_heads = key_BJKD.shape[1]
-    if mask_B1QK is None:
-        device = query_BHQD.device.type
-        if torch.is_autocast_enabled(
-            device
-        ):  # as sdpa would: the dtype decides which kernels take the tensors
-            dtype = torch.get_autocast_dtype(device)
-            query_BHQD, key_BJKD, value_BJKD = (x.to(dtype) for x in (query_BHQD, key_BJKD, value_BJKD))
+    if mask_B1GK is None:
+        dtype = attention_dtype(query_BHQD)  # as sdpa would: it decides which kernels take the tensors
+        query_BHQD, key_BJKD, value_BJKD = (x.to(dtype) for x in (query_BHQD, key_BJKD, value_BJKD))
         if heads != kv_heads and not has_fused_gqa(query_BHQD, key_BJKD, value_BJKD):
             # Memory-efficient attention, for float32 and GPUs before Ampere, takes no groups of heads.
             key_BJKD, value_BJKD = (x.repeat_interleave(heads // kv_heads, 1) for x in (key_BJKD, value_BJKD))
@@ -144,8 +140,12 @@ def grouped_query_attention(
         return scaled_dot_product_attention(
             query_BHQD, key_BJKD, value_BJKD, scale=scale, is_causal=True, enable_gqa=heads != kv_heads
         )
-    per_head = heads // kv_heads
-    grouped = query_BHQD.reshape(batch, kv_heads, per_head * length, size)  # (B, J, H / J * Q, D)
-    mask = mask_B1QK.repeat(1, 1, per_head, 1)
-    out = scaled_dot_product_attention(grouped, key_BJKD, value_BJKD, attn_mask=mask, scale=scale)
+    grouped = query_BHQD.reshape(batch, kv_heads, -1, size)  # (B, J, H / J · Q, D)
+    out = scaled_dot_product_attention(grouped, key_BJKD, value_BJKD, attn_mask=mask_B1GK, scale=scale)
     return out.view(batch, heads, length, size)
+
+
+def attention_dtype(query_BHQD: torch.Tensor) -> torch.dtype:
+    """Return the dtype that attention is computed in: that of autocast where it is on."""
+    device = query_BHQD.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_BHQD.dtype

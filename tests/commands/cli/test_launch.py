@@ -49,6 +49,18 @@ def test_train_starts_its_processes(run_file, by_name, tmp_path):
     assert all(str(option) in following.split() for option in launch)
 
 
+def test_train_starts_deepspeed(run_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    on_cpu = tmp_path / "on_cpu.yaml"
+    on_cpu.write_text(yaml.safe_dump({**yaml.safe_load(CONFIGS["zero3"].read_text()), "use_cpu": True}))
+    launch = ["--accelerate_config", on_cpu, "--num_processes", "2", "--main_process_port", "0"]
+    config = run_file(per_device_train_batch_size=2, save_strategy="steps", save_steps=1, max_steps=1)
+    done = run(*COMMAND, config, *launch, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    states = Path("out").glob("checkpoint-1/global_step1/zero_pp_rank_*_optim_states.pt")
+    assert len([*states]) == 2  # a part of ZeRO's optimizer state from each process
+
+
 def test_train_ends_with_the_exit_code_of_its_processes(run_file):
     launch = ["--num_processes", "2", "--main-process-port", "0"]  # ddp
     done = run(*COMMAND, run_file(num_generations=3), *launch, timeout=240)

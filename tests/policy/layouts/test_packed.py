@@ -24,7 +24,7 @@ from groupwise.policy import attention
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layout_choice import choose_layout, unsupported
-from groupwise.policy.layouts.packed import pack_sequences
+from groupwise.policy.layouts.packed import Block, compute_packed_logprobs, pack_sequences
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import SamplerSettings
@@ -257,3 +257,25 @@ def test_gradients_do_not_depend_on_the_order_of_threads():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(gradients[0], gradient) for gradient in gradients[1:])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_share_one_mask_that_lives_as_long_as_their_activations(monkeypatch, autocast):
+    """A mask of H / J · Q x K per layer would outweigh all other activations beside a long prompt."""
+    model, made, make = build(*RIGHT["llama"]), [], Block.mask
+    sequences = pack_sequences(completions(), shared=True)
+    blocks, dtype = sequences.attention.blocks, torch.bfloat16 if autocast else torch.float32
+    masked = [block for block in blocks if make(block, None, 1, dtype) is not None]
+    assert install_attention_hook(model) and model.config.num_hidden_layers > 1 and masked
+
+    def remember(block, *kind):
+        mask = make(block, *kind)
+        made.extend([mask.dtype] if mask is not None else [])
+        return mask
+
+    monkeypatch.setattr(Block, "mask", remember)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = compute_packed_logprobs(model, completions(), sequences, LogprobHead(), with_entropy=False)
+    assert made == [dtype] * len(masked)
+    output.logps_BT.sum().backward()
+    assert not sequences.attention._masks  # freed, although a micro-batch is kept to repeat its window

@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,7 @@ from torch import nn
 from groupwise.core.padding import pad_sequences
 from groupwise.policy.attention import (
     AttentionFunction,
+    attention_dtype,
     grouped_query_attention,
     install_attention_hook,
 )
@@ -76,15 +79,18 @@ class Block:
     key_position_RK: torch.Tensor
     same: bool
 
-    def mask(self, sliding_window: int | None) -> torch.Tensor | None:
-        """Return the mask (R, 1, Q, K), True for visible keys; None: plain causal attention."""
+    def mask(self, sliding_window: int | None, heads_per_key: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return 0 for visible keys, else -inf, (R, 1, H / J · Q, K); None: plain causal attention."""
         if self.same and (sliding_window is None or sliding_window >= self.key_RK.shape[1]):
             return None
         # (R, 1, Q, 1) and (R, 1, 1, K).
         query_R1Q1, key_R11K = self.query_position_RQ[:, None, :, None], self.key_position_RK[:, None, None]
         # Causal by position, so completions of a group do not see each other's keys.
-        visible = key_R11K <= query_R1Q1
-        return visible if sliding_window is None else visible & (key_R11K > query_R1Q1 - sliding_window)
+        hidden_R1QK = key_R11K > query_R1Q1
+        if sliding_window is not None:
+            hidden_R1QK |= key_R11K <= query_R1Q1 - sliding_window
+        mask_R1QK = torch.zeros_like(hidden_R1QK, dtype=dtype).masked_fill_(hidden_R1QK, float("-inf"))
+        return mask_R1QK.repeat(1, 1, heads_per_key, 1)
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,9 @@ class PackedAttention:
     blocks: Sequence[Block]
     order_S: torch.Tensor
     varlen: AttentionFunction | None = None
-    # By block and window; filled by the first layer.
-    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict, repr=False)
+    # By block, window, queries per key and dtype. A mask lives as long as layers keep it for their backward
+    # pass: beside a long prompt it is larger than the activations.
+    _masks: WeakValueDictionary[Any, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
     def __call__(
@@ -114,15 +121,18 @@ class PackedAttention:
         """Compute the attention of one layer. Returns (1, S, H, D)."""
         if self.varlen is not None and value_1JSD.dtype in HALF_PRECISION:
             return self.varlen(query_1HSD, key_1JSD, value_1JSD, scale, sliding_window)
+        heads_per_key, dtype = query_1HSD.shape[1] // key_1JSD.shape[1], attention_dtype(query_1HSD)
         outputs = []
         for index, block in enumerate(self.blocks):
-            if (index, sliding_window) not in self._masks:  # the same for all layers
-                self._masks[index, sliding_window] = block.mask(sliding_window)
+            kind = (sliding_window, heads_per_key, dtype)
+            mask_R1GK = self._masks.get((index, kind))
+            if mask_R1GK is None and (mask_R1GK := block.mask(*kind)) is not None:
+                self._masks[index, kind] = mask_R1GK  # the same tensor for all layers
             out_RHQD = grouped_query_attention(
                 _gather(query_1HSD, block.query_RQ),  # (R, H, Q, D)
                 _gather(key_1JSD, block.key_RK),  # (R, J, K, D), a shared prompt once per completion
                 _gather(value_1JSD, block.key_RK),
-                self._masks[index, sliding_window],
+                mask_R1GK,
                 scale,
             )
             outputs.append(out_RHQD.transpose(1, 2).flatten(0, 1).flatten(1))  # (R * Q, H * D)
