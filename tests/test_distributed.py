@@ -41,12 +41,20 @@ def test_the_message_of_a_failure_has_the_stages_of_other_ranks(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        one, other = (RankStages(rank, world_size=2, timeout=60) for rank in (0, 1))
-        other.enter("generate of step 3")
-        one.enter("reward of step 3")
+        ranks = [RankStages(rank, world_size=3, timeout=60) for rank in range(3)]
+        for rank, phase in zip(ranks, ("reward", "reward", "generate"), strict=True):
+            rank.enter(f"{phase} of step 3")
         failed = "failed in reward of step 3: ValueError: no judge"
-        found = one.describe_failure(ValueError("no\njudge"))
-        assert found == f"rank 0 {failed}. Others: rank 1: generate of step 3"
-        assert other.describe_failure(RuntimeError("closed")).endswith(f"Others: rank 0: {failed}")
+        found = ranks[0].describe_failure(ValueError("no\njudge"))
+        assert found == f"rank 0 {failed}. Others: rank 2: generate of step 3; rank 1: reward of step 3"
+        assert f"Others: rank 0: {failed}; rank 2: gen" in ranks[1].describe_failure(RuntimeError("closed"))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_without_a_process_group_a_failure_has_its_own_stage(monkeypatch):
+    monkeypatch.setattr("groupwise.distributed.Thread.join", lambda self, seconds: None)
+    stages = RankStages(0, world_size=2, timeout=60)
+    assert (
+        stages.describe_failure(ValueError("x")) == "rank 0 failed in start: ValueError: x. Others: no answer"
+    )

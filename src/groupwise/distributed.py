@@ -109,7 +109,8 @@ class RankStages:
         self.rank, self.stage = rank, "start"
         self.others = [other for other in range(world_size) if other != rank]
         # transformers passes no ddp_timeout on a CPU: a rank would wait 30 minutes for one that has stopped.
-        self._store = process_group_store(timeout) if self.others else torch.distributed.HashStore()
+        has_group = self.others and torch.distributed.is_initialized()
+        self._store = process_group_store(timeout) if has_group else torch.distributed.HashStore()
 
     def enter(self, stage: str) -> None:
         """Set the stage of this rank, such as "reward of step 3"."""
@@ -118,16 +119,17 @@ class RankStages:
             self._store.set(f"groupwise/{self.rank}", stage)  # does not wait for it
 
     def describe_failure(self, error: BaseException) -> str:
-        """Return rank, stage and cause of a failure, and the stages of up to eight other ranks."""
-        failed, found = f"failed in {self.stage}: {type(error).__name__}: {error!s:.300}", list[str]()
-        self.enter(failed)
+        """Return rank, stage and cause of a failure, and eight other ranks: those in other stages first."""
+        mine, found = self.stage, list[bytes]()
+        self.enter(f"failed in {mine}: {type(error).__name__}: {error!s:.300}")
 
         def read() -> None:
             with suppress(RuntimeError):
-                for other in self.others[:8]:
-                    found.append(f"rank {other}: {self._store.get(f'groupwise/{other}').decode()}")
+                found.extend(self._store.multi_get([f"groupwise/{other}" for other in self.others]))
 
         reader = Thread(target=read, daemon=True)
         reader.start()
         reader.join(5.0)  # a store whose process is stopped does not answer
-        return " ".join(f"rank {self.rank} {failed}. Others: {'; '.join(found) or 'no answer'}".split())
+        ranks = sorted(zip(self.others, found, strict=False), key=lambda pair: pair[1].decode() == mine)
+        others = "; ".join(f"rank {rank}: {stage.decode()}" for rank, stage in ranks[:8]) or "no answer"
+        return " ".join(f"rank {self.rank} {self.stage}. Others: {others}".split())

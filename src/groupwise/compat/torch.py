@@ -53,10 +53,11 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def process_group_store(timeout: float) -> torch.distributed.Store:
-    """Set the seconds that a collective of the default process group may take, and return its store."""
-    from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+    """Return the store of the default process group; with gloo, set the time limit of its collectives."""
+    from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, get_backend
 
-    _set_pg_timeout(timedelta(seconds=timeout))
+    if get_backend() == "gloo":
+        _set_pg_timeout(timedelta(seconds=timeout))
     return _get_default_store()
 
 

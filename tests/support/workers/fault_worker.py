@@ -38,7 +38,8 @@ PATIENCE = 90
 DDP_TIMEOUT, SERVER_TIMEOUT, REWARD_TIMEOUT = 8, 4.0, 4.0
 #: An undisturbed stage of the tiny model takes about 30 ms.
 SLOW = 3.0
-LAST_STEP = 4
+#: A SIGTERM in the save of step 3 acts at the end of step 4.
+LAST_STEP = 5
 
 #: Methods of the trainer, or events of a callback, in which the fault of a stage acts.
 PLACES: dict[str, tuple[str, ...]] = {
