@@ -5,7 +5,9 @@ A script, sharding_table, runs every case under every kind of sharding.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +39,19 @@ def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
     for name, weight in results["whole"].items():
         assert torch.equal(weight, results["resumed"][name]), name
         assert torch.equal(weight, saved[name]), name
+    check_refusals(results)
+
+
+def check_refusals(results: dict[str, Any]) -> None:
+    """The weights of an adapter's base are compared on resume, whatever shards them."""
+    same, other = results["refused"]
+    assert same == ""
+    assert "weights of the policy differ from those of checkpoint" in other
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_zero_compares_loaded_weights_with_the_checkpoint(tmp_path: Path, engine: str) -> None:
+    done = run_ranks(worker.__file__, tmp_path, engine, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    check_refusals(torch.load(tmp_path / f"{engine}.pt", weights_only=True))

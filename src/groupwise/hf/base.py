@@ -74,6 +74,7 @@ class BaseTrainer(Trainer):
     ``train``                             5.2    state of an earlier run is dropped
     ``training_step``                     5.2    after an out-of-memory error, smaller pieces
     ``log``                               5.2    training logs also contain the metrics of all ranks
+    ``evaluate``, ``predict``             5.2    they write into the output directory, which is locked
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``get_train_dataloader``              5.2    its items are counted; a run reads ``prompts``
     ``_get_train_sampler``                5.2    the order is that of groups
@@ -362,6 +363,16 @@ class BaseTrainer(Trainer):
                 report_completions(*given)
             self._unreported = []
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate; outside of training, the output directory is locked for the evaluation."""
+        with self.run_directory.claimed(saves=False):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ``evaluate`` does, without a log."""
+        with self.run_directory.claimed(saves=False):
+            return super().predict(*args, **kwargs)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -524,10 +535,9 @@ class BaseTrainer(Trainer):
         state["optimizer"] = self.optimizer_classes()
         state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, args.process_index, args.world_size, state)
+        digests = self._digests_of(self.model) if args.should_save or is_sharded(self.accelerator) else {}
         if args.should_save:
-            model = cast(nn.Module, self.model)
-            digests = {} if is_sharded(self.accelerator) else self._digests.of(model)
-            checkpointing.save_policy(directory, model, digests)
+            checkpointing.save_policy(directory, cast(nn.Module, self.model), digests)
         if args.sync_ref_model and args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
 
@@ -637,9 +647,14 @@ class BaseTrainer(Trainer):
             checkpointing.load_converted(directory, cast(PreTrainedModel, model))
         else:
             load()
-        if not sharded:
-            checkpointing.check_loaded(directory, model, self._digests.of(model))
+        compared = cast(nn.Module, self.model) if sharded else model
+        checkpointing.check_loaded(directory, compared, self._digests_of(compared))
         self.backend.invalidate_weights()  # other weights, maybe at the same step
+
+    def _digests_of(self, model: Any) -> dict[str, str]:
+        """Return the digests of all weights, on all ranks; none under FSDP 1, whose parameters are flat."""
+        flat = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
+        return {} if flat else self._digests.of(model)
 
     def optimizer_classes(self) -> list[str]:
         """Return package and class of optimizer and scheduler; other classes cannot load their states."""
@@ -662,6 +677,9 @@ class BaseTrainer(Trainer):
                 f"{' and '.join(now)} cannot load; resume with the optim and lr_scheduler_type of the "
                 "checkpoint, or start a new run with the checkpoint as its model"
             )
+        if checkpoint is not None and self.is_deepspeed_enabled:  # which loads weights by itself
+            model = cast(nn.Module, self.model)
+            checkpointing.check_loaded(checkpoint, model, self._digests_of(model))
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from groupwise.compat.deepspeed import is_partitioned
 from groupwise.compat.transformers import name_or_path, trainer_state_name
 from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
@@ -34,6 +35,7 @@ from groupwise.policy.introspection import (
     without_adapter,
 )
 from groupwise.policy.reference import FrozenAdapter
+from groupwise.policy.weight_iterator import gathering, whole_tensor
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.evaluation import EvaluatedCompletion
 
@@ -260,7 +262,10 @@ class ModelDigests:
         self._frozen: dict[str, tuple[int, str]] = {}  # address and digest
 
     def of(self, model: nn.Module) -> dict[str, str]:
-        """Return dtype and digest of every parameter by its name, such as "float32 1f0c"."""
+        """Return dtype and digest of every parameter by its name, such as "float32 1f0c".
+
+        A collective for a sharded model: each parameter is gathered, frozen ones in the first call.
+        """
         from groupwise.policy.digests import tensor_digest  # a run without checkpoints needs none
 
         digests = {}
@@ -268,13 +273,17 @@ class ModelDigests:
             address, digest = self._frozen.pop(name, (None, ""))
             if parameter.is_meta:  # offloaded to disk
                 continue
-            if parameter.requires_grad or address != parameter.data_ptr():
-                values = parameter.detach()
-                values = values.view(torch.uint8) if values.element_size() == 1 else values  # float8
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                digest = f"{dtype} {tensor_digest(values).item() % 2**64:x}"
+            # Ranks must agree, so that addresses of their shards do not count.
+            sharded = is_partitioned(parameter) or hasattr(parameter, "full_tensor")
+            now = 0 if sharded else parameter.data_ptr()
+            if parameter.requires_grad or address != now:
+                with gathering([parameter]):
+                    values = whole_tensor(parameter.detach())
+                    values = values.view(torch.uint8) if values.element_size() == 1 else values  # float8
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    digest = f"{dtype} {tensor_digest(values).item() % 2**64:x}"
             if not parameter.requires_grad:
-                self._frozen[name] = parameter.data_ptr(), digest
+                self._frozen[name] = now, digest
             digests[name] = digest
         return digests
 
@@ -358,6 +367,8 @@ def check_loaded(directory: str, model: CausalLM, digests: Mapping[str, str]) ->
         for name, was in record["weights"].items()
         if digests.get(name) != was and (optional not in name or name in digests)
     }
+    if path.is_file() and not record["weights"]:
+        logger.warning("the loaded weights are not compared: %s has no digests (FSDP 1)", path)
     if not changed:
         return
     (name, (was, now)), base = next(iter(changed.items())), name_or_path(without_adapter(model).config)

@@ -4,6 +4,7 @@
 
 ENGINE: ddp, zero1, zero2, zero3 or fsdp2. The result has the weights after the steps of each case of fixed
 completions, and under "whole" and "resumed" those of a run that samples, and of one that resumes within it.
+"refused" has the error of an adapter that is resumed on another base model, "" if there is none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,22 @@ def sampled(output_dir: Path, **settings: Any) -> Any:
     return worker.make_trainer(output_dir, learning_rate=1e-2, **batches, **saving, **settings)
 
 
+def resumed_adapter(run: Path, base: int, settings: dict[str, Any]) -> str:
+    """Resume an adapter that was trained on base model 0 and return the error, "" if there is none."""
+    adapter, make = CASES["LoRA"]["peft_config"], worker.policy
+    if base == 0:
+        sampled(run / "adapter", peft_config=adapter, **settings).train()
+    worker.policy = partial(make, base)
+    try:
+        trainer = sampled(run / f"base-{base}", peft_config=adapter, **settings)
+        trainer.train(resume_from_checkpoint=str(run / "adapter" / "checkpoint-2"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        worker.policy = make
+    return ""
+
+
 def main(output_dir: Path, engine: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -110,6 +128,7 @@ def main(output_dir: Path, engine: str, names: list[str]) -> None:
     resumed.train(resume_from_checkpoint=str(run / "whole" / "checkpoint-2"))
     results["whole"], results["resumed"] = whole_weights(whole), whole_weights(resumed)
     resumed.save_model(str(run / "saved"))
+    results["refused"] = [resumed_adapter(run, base, settings) for base in (0, 1)]
     if torch.distributed.get_rank() == 0:
         torch.save(results, output_dir / f"{engine}.pt")
     torch.distributed.destroy_process_group()
