@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class RunDirectory:
-    """``output_dir`` of a run: locked while the run trains; a run that saves moves those of others aside.
+    """``output_dir`` of a run: locked while the run trains or evaluates; one that saves moves others' aside.
 
     The operating system ends the lock with its process, which a file beside it names. On a file system
     without locks between hosts a second run can start, and the first one ends at its next save, because the
@@ -105,23 +105,32 @@ class RunDirectory:
                 self._release()
 
     @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Have the lock: for the block, or within :meth:`open` until its end.
+    def claimed(self, *, saves: bool = True) -> Iterator[None]:
+        """Have the lock: for the block, or within another one until the end of that.
+
+        Args:
+            saves: False: no checkpoint is moved aside, and a directory without write access is a warning.
 
         Raises:
             ConfigError: another run has the lock.
             TrainingError: another run took the directory, whose file system does not lock between hosts.
         """
+        outermost = not self._is_claimed
         try:
-            if self._is_claimed:
+            if self._is_claimed and saves:
                 self.on_savers(self._check_holder)
-            self._claim()
-            if self._depth and not self._saves:
+            try:
+                self._claim()
+            except OSError as cause:
+                if saves:
+                    raise
+                logger.warning("output_dir=%r: no metrics and rollouts are written (%s)", self.path, cause)
+            if saves and self._depth and not self._saves:
                 self._saves = True
                 self.move_aside()
             yield
         finally:
-            if self._depth == 0:
+            if outermost and self._depth == 0:
                 self._release()
 
     def on_savers(self, function: Callable[[], T]) -> T:
@@ -162,8 +171,8 @@ class RunDirectory:
         except Timeout:
             raise ConfigError(
                 f"output_dir={str(self.path)!r} is used by another run ({_described(self._read_holder())}), "
-                "and two would replace each other's checkpoints; wait for its end, or choose another one. "
-                f"If that process has ended, delete {str(self.path / _LOCK)!r}"
+                "and two would mix their metrics and replace each other's checkpoints; wait for its end, or "
+                f"choose another one. If that process has ended, delete {str(self.path / _LOCK)!r}"
             ) from None
         except (OSError, NotImplementedError) as cause:
             logger.warning("output_dir=%r cannot be locked (%s): start no other run there", self.path, cause)
