@@ -6,6 +6,7 @@ Files: ``policy/introspection.py``.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -224,6 +225,12 @@ def logps_of(run, model, batch):
         ("LoraConfig", {"init_lora_weights": "olora"}),
         ("LoraConfig", {"init_lora_weights": False}),
         ("LoHaConfig", {"init_weights": False}),
+        ("LoKrConfig", {"init_weights": False}),
+        ("IA3Config", {"feedforward_modules": [], "init_ia3_weights": False}),
+        ("VeraConfig", {"r": 4, "init_weights": False}),
+        ("BOFTConfig", {"boft_block_size": 4, "init_weights": False}),
+        ("OFTConfig", {"oft_block_size": 4, "init_weights": False}),
+        ("AdaLoraConfig", {"total_step": 10, "init_lora_weights": False}),
         ("FourierFTConfig", {"n_frequency": 10}),
         ("PromptTuningConfig", {"num_virtual_tokens": 2}),
         ("PromptEncoderConfig", {"num_virtual_tokens": 2}),
@@ -239,10 +246,93 @@ def test_the_reference_of_an_adapter_that_changes_the_policy_is_its_start(tmp_pa
     start = logps_of(run, run.model, batch)
     torch.testing.assert_close(batch.ref_logps_BT * mask, start, atol=1e-6, rtol=1e-5)
     run.train()
+    moved = (logps_of(run, run.model, batch) - start).abs().max()
+    assert moved > (1e-5 if "IA3" in kind else 1e-4)
+    with run.reference.scoring(run.model) as reference:
+        torch.testing.assert_close(logps_of(run, reference, batch), start, atol=1e-6, rtol=1e-5)
+    assert run.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+@torch.no_grad()
+def pass_of_data(model):
+    for seed in range(30):
+        model(torch.randint(4, 20, (1, 16), generator=torch.Generator().manual_seed(seed)))
+
+
+def quantized(weight, num_bits, reduced_rank, num_iter):
+    """Return a coarse matrix and factors of its error, as PEFT's function does, which asks for a GPU."""
+    coarse = (weight * 2**num_bits).round() / 2**num_bits
+    u, s, v = torch.linalg.svd(weight - coarse)
+    return coarse, v[:reduced_rank].contiguous(), (u * s)[:, :reduced_rank].contiguous()
+
+
+def loftq(model, monkeypatch):
+    """Return the configuration, which asks for SciPy; PEFT itself calls none of it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr("peft.tuners.lora.layer.loftq_init", quantized)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name, *given: name == "scipy" or find(name, *given))
+        return lora(init_lora_weights="loftq", loftq_config=peft.LoftQConfig(loftq_bits=4))
+
+
+def corda(model, monkeypatch):
+    from peft.tuners.lora.corda import preprocess_corda
+
+    config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig())
+    preprocess_corda(model, config, run_model=lambda: pass_of_data(model))
+    return config
+
+
+def lora_ga(model, monkeypatch):
+    from peft.tuners.lora.loraga import preprocess_loraga
+
+    ids = torch.arange(4, 12)[None]
+    config = lora(init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig())
+    preprocess_loraga(model, config, lambda: model(ids, labels=ids).loss.backward())
+    model.zero_grad()
+    return config
+
+
+def eva(model, monkeypatch):
+    """Attach the adapter, since EVA reads activations of its layers."""
+    adapted = peft.get_peft_model(model, lora(init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)))
+    data = [{"input_ids": torch.arange(4, 12).repeat(4, 1) + i + torch.arange(4)[:, None]} for i in range(8)]
+    peft.initialize_lora_eva_weights(adapted, data, show_progress_bar=False)
+    return adapted
+
+
+@pytest.mark.parametrize("prepare", [loftq, corda, lora_ga, eva])
+def test_the_reference_of_an_adapter_initialised_from_data_is_its_start(
+    tmp_path, caplog, monkeypatch, prepare
+):
+    """PEFT's own preparation, on tiny data; where it changes the base, a warning says what is saved."""
+    model = policy()
+    config = prepare(model, monkeypatch)
+    given = {"model": model, "peft_config": config} if prepare is not eva else {"model": config}
+    run = trainer(tmp_path, **given, beta=0.04, max_steps=2)
+    (batch,) = experience(run, ROWS)
+    start = logps_of(run, run.model, batch)
+    torch.testing.assert_close(batch.ref_logps_BT * batch.loss_mask_BT, start, atol=1e-6, rtol=1e-5)
+    weights = dict(run.model.get_base_model().named_parameters())
+    changes = any(
+        not torch.equal(weights[name.replace("weight", "base_layer.weight")], weight)
+        for name, weight in policy().named_parameters()
+        if "q_proj" in name
+    )
+    assert changes is (prepare is not eva)
+    assert ("attaching the adapter changed the base weights" in caplog.text) is changes
+    run.train()
     assert (logps_of(run, run.model, batch) - start).abs().max() > 1e-4
     with run.reference.scoring(run.model) as reference:
         torch.testing.assert_close(logps_of(run, reference, batch), start, atol=1e-6, rtol=1e-5)
     assert run.state.log_history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_weights_that_are_sampled_in_every_pass_are_refused(tmp_path):
+    if not hasattr(peft, "PveraConfig"):
+        pytest.skip("PEFT has no PVeRA")
+    with pytest.raises(ConfigError, match="PVeRA samples .* use VeRA"):
+        trainer(tmp_path, peft_config=adapter_of("PveraConfig", r=4))
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,11 @@ def prepare_policy(
             "adapter of these: PEFT computes them again when it loads PiSSA or OLoRA onto the same model; "
             "for other readers, save trainer.model.merge_and_unload()"
         )
+    if "PVERA" in kinds:
+        raise ConfigError(
+            "PVeRA samples the weights of its adapter in every forward pass of training, so that ratios and KL "
+            "would be those of the noise; use VeRA (VeraConfig)"
+        )
     if config.gradient_checkpointing and {"PREFIX_TUNING", "CARTRIDGE"}.intersection(kinds):
         raise ConfigError(
             f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
