@@ -331,7 +331,7 @@ def test_the_reference_of_an_adapter_initialised_from_data_is_its_start(
 def test_weights_that_are_sampled_in_every_pass_are_refused(tmp_path):
     if not hasattr(peft, "PveraConfig"):
         pytest.skip("PEFT has no PVeRA")
-    with pytest.raises(ConfigError, match="PVeRA samples .* use VeRA"):
+    with pytest.raises(ConfigError, match=r"PVeRA samples .* use VeRA"):
         trainer(tmp_path, peft_config=adapter_of("PveraConfig", r=4))
 
 

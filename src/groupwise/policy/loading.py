@@ -92,7 +92,7 @@ def prepare_policy(
         )
     if "PVERA" in kinds:
         raise ConfigError(
-            "PVeRA samples the weights of its adapter in every forward pass of training, so that ratios and KL "
+            "PVeRA samples the weights of its adapter in every forward pass of training, and ratios and KL "
             "would be those of the noise; use VeRA (VeraConfig)"
         )
     if config.gradient_checkpointing and {"PREFIX_TUNING", "CARTRIDGE"}.intersection(kinds):
