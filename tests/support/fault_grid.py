@@ -31,7 +31,6 @@ from support.workers.launch import start_ranks
 GRACE, BOUND = fault_worker.DDP_TIMEOUT + 15.0, 80.0
 SAME, DOWN, SAVED = "same history", "down, resumed", "saved, resumed"
 NO_REQUEST, NO_SERVER = "no HTTP request in this stage", "not run without a server"
-AT_SERVER = ("generate", "sync", "evaluate")
 #: Faults whose victim never ends; the launcher kills it when another rank has failed.
 ENDLESS = ("SIGSTOP", "hang")
 _CLOSED = "Connection (closed|reset)|Broken pipe|[Ss]ocket|endpoint|[Tt]imed out"
@@ -110,7 +109,7 @@ def grid(*, with_server: bool = True) -> list[Cell]:
     }
     cells["full disk", "save"] = (DOWN,)
     cells["out of memory", "update"] = (SAME, DOWN)  # a micro-batch is split; elsewhere the run ends
-    for stage in AT_SERVER:
+    for stage in fault_worker.AT_SERVER:
         requests = {"HTTP 500": SAME, "repeated request": SAME, "dropped request": DOWN}
         for fault, of_fault in requests.items():
             cells[fault, stage] = (of_fault if with_server else NO_SERVER,)
@@ -137,7 +136,7 @@ class Grid:
         """Run a cell; resume it if it ended, and compare it with the undisturbed run."""
         if not cell.is_run:
             return Result(cell, cell.expected[0])
-        with_server = self.proxy is not None and cell.stage in AT_SERVER
+        with_server = self.proxy is not None and cell.stage in fault_worker.AT_SERVER
         whole, begun = self._undisturbed(with_server), time.monotonic()
         victim = 0 if with_server and cell.stage == "sync" else (seed + len(cell.fault)) % 2  # rank 0 sends
         # The evaluation after step 2 has sent the weights of step 3.

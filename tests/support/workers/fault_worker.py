@@ -52,6 +52,10 @@ PLACES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Stages that send requests to a vLLM server.
+AT_SERVER = ("generate", "sync", "evaluate")
+
+
 class Fault:
     """Acts once: at a place, in a step, on a rank.
 
@@ -63,8 +67,10 @@ class Fault:
         self.directory, self.name = directory, given.get("FAULT", "")
         self.stage, self.step = given.get("STAGE", ""), int(given.get("STEP", 0))
         self.place = PLACES[self.stage][int(given.get("PLACE", 0)) % 3] if self.stage else ""
-        if self.place == "send_file" and "SERVER" not in given:
-            self.place = "backend.sync_weights"
+        of_network = FAULTS.get(self.name) in (plant_in_network, lose_connection)
+        sends_files = self.place == "send_file" and "SERVER" in given
+        if (of_network and self.stage in AT_SERVER) or (self.stage == "sync" and not sends_files):
+            self.place = PLACES[self.stage][0]  # before the requests of the stage
         self.is_due = bool(self.name) and given["RANK"] == given.get("VICTIM")
         self.end: Callable[[], Any] = lambda: None  # ends one that lasts, before a save
         self.rank_name = f"rank {given['RANK']}"
@@ -144,7 +150,7 @@ def plant_in_network(fault: Fault, trainer: Any) -> None:
 
 
 def lose_connection(fault: Fault, trainer: Any) -> None:
-    at_server = "SERVER" in os.environ and fault.stage in ("generate", "sync", "evaluate")
+    at_server = "SERVER" in os.environ and fault.stage in AT_SERVER
     plant_in_network(fault, trainer) if at_server else end_connections()
 
 
