@@ -27,7 +27,7 @@ else
 endif
 
 # Kills a run 50 times, each time with another number of processes after it: one history. About 15 minutes on two cores.
-# ARGS=--grid: 13 faults at 6 stages instead, with a vLLM server; one line per cell. About 12 minutes for each of --seeds.
+# ARGS=--grid: 13 faults at 6 stages instead, with a vLLM server; one line per cell. About 15 minutes for each of --seeds.
 faults: $(VENV)/installed
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(PYTHON) -m support.faults $(ARGS)
 
