@@ -406,6 +406,26 @@ def test_an_adapter_arrives(tmp_path, alone):
     run.backend.close()
 
 
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [(True, {"trainable_token_indices": [5, 6, 9]}), (False, {"target_modules": ["q_proj", "lm_head"]})],
+    ids=str,
+)
+def test_an_engine_follows_an_adapter_of_the_head_that_ligers_loss_trains(tmp_path, tied, settings):
+    pytest.importorskip("liger_kernel")
+    adapter = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **settings})
+    model = policy(tie_word_embeddings=tied)
+    run = trainer(tmp_path, model=model, peft_config=adapter, learning_rate=0.2, use_liger_kernel=True)
+    run.train()
+    assert run.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-4
+    sync(run, run.model)
+    got = engine_greedy(run.backend, PROMPTS)
+    assert got == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+    with run.model.disable_adapter():
+        assert got != greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+    run.backend.close()
+
+
 def test_an_engine_follows_the_adapter_of_a_4_bit_policy(tmp_path):
     pytest.importorskip("bitsandbytes")
     assert_follows_four_bits(trainer(tmp_path, **four_bit_policy(tmp_path / "base")), PROMPTS)

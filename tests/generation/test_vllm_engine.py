@@ -396,6 +396,7 @@ def test_a_processor_without_images_starts_an_engine_for_text_alone(tmp_path, mo
         ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
         ({"target_modules": ["q_proj", "lm_head"]}, False),
         ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, False),
         ({"trainable_token_indices": [1, 2]}, True),
         ({}, True),
     ],

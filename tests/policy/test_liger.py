@@ -168,6 +168,38 @@ def test_the_models_own_scale_of_the_logits_counts(tmp_path):
 
 
 @needs_liger
+@pytest.mark.parametrize(
+    ("tied", "settings"),
+    [
+        (True, {"target_modules": ["q_proj", "lm_head"]}),
+        (True, {"trainable_token_indices": [3, 4]}),
+        (False, {"target_modules": ["q_proj", "lm_head"]}),
+        (False, {"trainable_token_indices": [3, 4]}),
+        (False, {"modules_to_save": ["lm_head"]}),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_the_head_moves_as_on_the_ordinary_path(tmp_path, tied, settings):
+    peft = pytest.importorskip("peft")
+
+    def trained(use_liger_kernel):
+        config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **settings})
+        torch.manual_seed(0)  # of the adapter
+        model = peft.get_peft_model(policy(tie_word_embeddings=tied), config)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        _, history = moved(tmp_path / str(use_liger_kernel), use_liger_kernel, rollout(), model, beta=0.1)
+        updates = {name: parameter.detach() - start[name] for name, parameter in parameters.items()}
+        return updates, [line["kl"] for line in history[:2]]
+
+    (ordinary, ordinary_kl), (fused, fused_kl) = trained(False), trained(True)
+    assert any(update.abs().max() > 1e-3 for name, update in ordinary.items() if "q_proj" not in name)
+    for name, update in ordinary.items():
+        torch.testing.assert_close(fused[name], update, atol=2e-6, rtol=1e-4)
+    assert fused_kl == pytest.approx(ordinary_kl, abs=1e-6) and ordinary_kl[1] > 1e-6
+
+
+@needs_liger
 def test_a_frozen_head_gets_no_gradient_and_changes_no_other(tmp_path):
     def model():
         made = policy()
