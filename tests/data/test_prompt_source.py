@@ -15,13 +15,9 @@ from support.runs import prompts, trainer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from groupwise import ConfigError, GRPOTrainer
-from groupwise.data.prompt_source import (
-    DatasetPrompts,
-    LoaderPrompts,
-    PromptSource,
-    RankSlice,
-)
+from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankSlice
 from groupwise.data.sampler import GroupSampler
+from groupwise.data.streaming import LoaderPrompts
 from groupwise.data.train_loader import GenerationBatches
 
 ONE = RankSlice(num_generations=1)

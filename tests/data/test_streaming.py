@@ -17,7 +17,8 @@ from support.resume_runs import prompts as lettered
 from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError
-from groupwise.data.prompt_source import RankSlice, StreamPrompts
+from groupwise.data.prompt_source import RankSlice
+from groupwise.data.streaming import StreamPrompts
 
 _TIMING = re.compile(
     r"(eval_)?(time|memory)/.*|step_time|.*_runtime|.*_per_second|.*preparation_time|train_loss|epoch"

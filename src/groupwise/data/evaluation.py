@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, Subset
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import PreparedData, check_dataset, checked_rows, is_streaming
 from groupwise.data.prompt_checks import PromptCheck
-from groupwise.data.prompt_source import read_stream
 from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
@@ -69,6 +68,8 @@ class EvaluationStream:
         self.num_samples = 0
 
     def __iter__(self) -> Iterator[EvaluationRows]:
+        from groupwise.data.streaming import read_stream
+
         share, group, self.num_samples = self.share, self.share.num_generations, 0
         stream = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
         size = self.batch_size // group  # prompts of a batch

@@ -1,4 +1,4 @@
-"""Prompts of a run in their order: from a dataset, a stream, or a dataloader of a subclass.
+"""Prompts of a run in their order; those of streams and own dataloaders are in ``data/streaming.py``.
 
 A :class:`PromptSource` returns this rank's rows of the next prompts. Its position is a read cursor: a failed
 step returns to the snapshot before it, so that it loses no prompts.
@@ -6,24 +6,20 @@ step returns to the snapshot before it, so that it loses no prompts.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from groupwise.compat.torch import hide_dataloader_worker
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import PreparedData, is_streaming
 from groupwise.data.sampler import data_seed
-from groupwise.distributed import RankSlice, broadcast_from_first
+from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
-
-logger = logging.getLogger(__name__)
 
 
 class PromptSource:
@@ -237,7 +233,7 @@ class DatasetPrompts(PromptSource):
             batch_sampler=batches,  # type: ignore[arg-type]
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
-            collate_fn=_identity,
+            collate_fn=identity,
             generator=torch.Generator(),  # starting workers must not draw from the RNG that samples
         )
         return chain.from_iterable(loader)
@@ -295,66 +291,6 @@ class DatasetPrompts(PromptSource):
         return [self.dataset[index] if row is None else row for index, row in prompts]
 
 
-class StreamPrompts(PromptSource):
-    """Prompts of a streaming dataset: rank 0 reads and broadcasts them.
-
-    Args:
-        check: called with every row and its number in the epoch.
-        num_workers: more than 0: one process reads ahead. Several would change the order.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        share: RankSlice,
-        *,
-        check: Callable[[Row, int], None],
-        shuffle: bool,
-        seed: int,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__(self._read_stream, share)
-        self.check, self.num_workers = check, num_workers
-        self.dataset = _shuffled(dataset, seed) if shuffle else dataset
-
-    def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
-        return broadcast_from_first(
-            lambda: super(StreamPrompts, self)._read(count), self.share.rank == 0, self.share.world_size
-        )
-
-    def _read_stream(self, epoch: int) -> Iterator[Row]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        return read_stream(self.dataset, self.check, self.num_workers)
-
-
-class LoaderPrompts(PromptSource):
-    """Rows of a dataloader that a subclass made: an item holds this rank's rows of a whole generation batch.
-
-    As with TRL's loader, an item is repeated once per micro-batch that is trained on it; the first counts.
-    """
-
-    def __init__(self, make_loader: Callable[[], Iterable[Any]], share: RankSlice, *, repeats: int) -> None:
-        super().__init__(self._read_loader, share, name="get_train_dataloader")
-        self.make_loader, self.repeats = make_loader, repeats
-        self._loader: Iterable[Any] | None = None
-
-    def _read_loader(self, epoch: int) -> Iterator[Any]:
-        self._loader = self._loader or self.make_loader()
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(epoch)
-        return islice(self._loader, 0, None, self.repeats)
-
-    def take(self, num_prompts: int) -> list[Row]:
-        return super().take(1)
-
-    def upcoming(self, num_batches: int, num_prompts: int, first: int = 1) -> Iterator[list[Row]]:
-        return super().upcoming(num_batches, 1, first)
-
-    def _rows(self, prompts: Sequence[Any]) -> list[Row]:
-        return list(prompts[0])
-
-
 def make_prompt_source(
     data: PreparedData,
     config: GRPOConfig,
@@ -378,8 +314,12 @@ def make_prompt_source(
                 "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader is "
                 "overridden and its items are whole generation batches; override _get_train_sampler instead"
             )
+        from groupwise.data.streaming import LoaderPrompts
+
         return LoaderPrompts(make_loader, share, repeats=repeats)
     if is_streaming(data.train_dataset):
+        from groupwise.data.streaming import StreamPrompts
+
         return StreamPrompts(
             data.train_dataset,
             share,
@@ -400,22 +340,6 @@ def make_prompt_source(
     )
 
 
-def read_stream(
-    dataset: Any, check: Callable[[Row, int], None], num_workers: int = 0, max_rows: int | None = None
-) -> Iterator[Row]:
-    """Read and check the rows of a stream, with ``num_workers`` > 0 in one process that reads ahead."""
-    rows = DataLoader(
-        _IterableRows(dataset),
-        batch_size=None,
-        num_workers=min(num_workers, 1),
-        collate_fn=_identity,
-        generator=torch.Generator(),  # starting a worker must not draw from the RNG that samples
-    )
-    for index, row in enumerate(islice(rows, max_rows)):
-        check(row, index)
-        yield row
-
-
 class _OwnRows(Dataset[tuple[int, "Row | None"]]):
     """Rows by index, read if they are marked as this rank's."""
 
@@ -427,27 +351,6 @@ class _OwnRows(Dataset[tuple[int, "Row | None"]]):
         return index, self.dataset[index] if is_own else None
 
 
-class _IterableRows(IterableDataset[Row]):
-    """Any iterable of rows, as DataLoader requires it."""
-
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Row]:
-        hide_dataloader_worker()
-        return iter(self.rows)
-
-
-def _shuffled(dataset: Any, seed: int) -> Any:
-    if hasattr(dataset, "shuffle"):
-        return dataset.shuffle(seed=seed)
-    logger.warning(
-        "shuffle_dataset=True has no effect on train_dataset: a %s has no shuffle(); it is read in its own "
-        "order",
-        type(dataset).__name__,
-    )
-    return dataset
-
-
-def _identity(row: Any) -> Any:
+def identity(row: Any) -> Any:
+    """Return a row as it is, in place of DataLoader's collation."""
     return row
