@@ -26,8 +26,12 @@ def _sampling(*edits: tuple[str, str]) -> list[Mutation]:
     return edits_of("data/dynamic_sampling.py", *[(old, new, SAMPLING) for old, new in edits])
 
 
-def _prompts(*edits: tuple[str, str], tests: tuple[str, ...] = PROMPTS) -> list[Mutation]:
-    return edits_of("data/prompt_source.py", *[(old, new, tests) for old, new in edits])
+def _prompts(*edits: tuple[str, str]) -> list[Mutation]:
+    return edits_of("data/prompt_source.py", *[(old, new, PROMPTS) for old, new in edits])
+
+
+def _streaming(*edits: tuple[str, str], tests: tuple[str, ...]) -> list[Mutation]:
+    return edits_of("data/streaming.py", *[(old, new, tests) for old, new in edits])
 
 
 DATA = [
@@ -71,13 +75,16 @@ DATA = [
         (" and (epoch, place + number) >= self._resumed_at", ""),
         ("            place += len(batch)\n", ""),
         ("            yield from repeat([], self.repeats - 1)\n", ""),
+    ),
+    *_streaming(
         ("self._loader = self._loader or self.make_loader()", "self._loader = self.make_loader()"),
         ("islice(self._loader, 0, None, self.repeats)", "iter(self._loader)"),
         ("            self._loader.set_epoch(epoch)\n", "            pass\n"),
         ("return super().take(1)", "return super().take(num_prompts)"),
         ("super().upcoming(num_batches, 1, first)", "super().upcoming(num_batches, num_prompts, first)"),
+        tests=PROMPTS,
     ),
-    *_prompts(
+    *_streaming(
         ("            self.dataset.set_epoch(epoch)\n", "            pass\n"),
         ("_shuffled(dataset, seed) if shuffle else dataset", "dataset"),
         ("min(num_workers, 1)", "num_workers"),
