@@ -320,7 +320,11 @@ def packed_on_device(
     )
     # Positions of queries and keys are read on the device.
     blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
-    in_one_call = _in_one_call(branches, position_S.device) if varlen else None
+    in_one_call = None
+    if varlen:  # CPUs and float32 have no such kernel, and do not import its attention
+        from groupwise.policy.layouts.varlen import varlen_rows
+
+        in_one_call = varlen_rows(branches, position_S.device)
     tokens, kept = batch.sequences()[0].flatten(), batch.sampling_mask  # (B · (L + T),), by row
     return PackedSequences(
         token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
@@ -333,13 +337,6 @@ def packed_on_device(
         max_seqlen=max(end - start for start, end in pairwise(lists[-1])),
         kept=None if kept is None else join_sampling_masks(kept, completions),
     )
-
-
-def _in_one_call(branches: Sequence[Branch], device: torch.device) -> AttentionFunction:
-    """Import the attention of a varlen kernel: CPUs and float32 have none."""
-    from groupwise.policy.layouts.varlen import varlen_rows
-
-    return varlen_rows(branches, device)
 
 
 def _on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
