@@ -89,8 +89,9 @@ def chunked_head(
     """
     tile_rows, tile_columns = _CPU_TILE if hidden_NH.device.type == "cpu" else _ACCELERATOR_TILE
     rows = chunk_rows or max(1, min(hidden_NH.shape[0], tile_rows))
-    # With few rows, a wider tile keeps the products large.
-    columns = chunk_columns or _aligned(tile_rows * tile_columns // max(rows, tile_rows // 8))
+    # With few rows, a wider tile keeps the products large; a multiple of _ALIGNMENT, for aligned wide loads.
+    widest = tile_rows * tile_columns // max(rows, tile_rows // 8)
+    columns = chunk_columns or max(widest // _ALIGNMENT, 1) * _ALIGNMENT
     dtype = projection_dtype(hidden_NH, head.fp32)
     plan = _Plan(
         transform=LogitTransform(head.scale, head.softcap, temperature),
@@ -101,11 +102,6 @@ def chunked_head(
         kept=None if kept is None else SamplingMaskTiles.on(hidden_NH.device, kept),
     )
     return _ChunkedHead.apply(hidden_NH, head.weight_VH, head.bias_V, targets_N, plan, with_entropy)
-
-
-def _aligned(columns: int) -> int:
-    """Round down to a multiple of ``_ALIGNMENT``, for aligned wide loads and efficient matrix products."""
-    return max(columns // _ALIGNMENT, 1) * _ALIGNMENT
 
 
 def _tile_operations(device: torch.device, dtype: torch.dtype) -> type[Tiles]:
