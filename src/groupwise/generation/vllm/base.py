@@ -410,9 +410,10 @@ def check_policy(model: CausalLM) -> None:
     if tied and adapters and not is_tied(model):
         raise ConfigError(
             "the adapter changes either the embeddings or the output layer of a model that ties them, by "
-            "target_modules or modules_to_save, or both with parameters of their own: vLLM ties them, too, and "
-            "would compute with other weights; train both with trainable_token_indices, or modules_to_save and "
-            "ensure_weight_tying=True, set tie_word_embeddings=False in the model's config, or use_vllm=False"
+            "target_modules or modules_to_save, or both with parameters of their own: vLLM ties them, too, "
+            "and would compute with other weights; train both with trainable_token_indices, or with "
+            "modules_to_save and ensure_weight_tying=True, set tie_word_embeddings=False in the model's "
+            "config, or use_vllm=False"
         )
 
 
