@@ -74,7 +74,8 @@ class BaseTrainer(Trainer):
     ``train``                             5.2    state of an earlier run is dropped
     ``training_step``                     5.2    after an out-of-memory error, smaller pieces
     ``log``                               5.2    training logs also contain the metrics of all ranks
-    ``evaluate``, ``predict``             5.2    they write into the output directory, which is locked
+    ``evaluate``                          5.2    the output directory, into which it writes, is locked
+    ``predict``                           5.2    the same
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``get_train_dataloader``              5.2    its items are counted; a run reads ``prompts``
     ``_get_train_sampler``                5.2    the order is that of groups
