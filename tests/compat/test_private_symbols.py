@@ -142,7 +142,7 @@ TRAINER_HOOKS = {
 }
 
 #: Overrides with parameters of their own, those of TRL or any: ``Trainer`` passes what they accept.
-OWN_PARAMETERS = {"create_model_card", "train", "_get_train_sampler", "push_to_hub"}
+OWN_PARAMETERS = {"create_model_card", "train", "evaluate", "predict", "_get_train_sampler", "push_to_hub"}
 
 
 @cache
