@@ -114,6 +114,8 @@ TRAINER_HOOKS = {
     "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
     "get_batch_samples": ["self", "epoch_iterator", "num_batches", "device"],
     "floating_point_ops": ["self", "inputs"],
+    "evaluate": ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"],
+    "predict": ["self", "test_dataset", "ignore_keys", "metric_key_prefix"],
     "log": ["self", "logs", "start_time"],
     "evaluation_loop": [
         *("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix")
@@ -142,7 +144,7 @@ TRAINER_HOOKS = {
 }
 
 #: Overrides with parameters of their own, those of TRL or any: ``Trainer`` passes what they accept.
-OWN_PARAMETERS = {"create_model_card", "train", "evaluate", "predict", "_get_train_sampler", "push_to_hub"}
+OWN_PARAMETERS = {"create_model_card", "train", "_get_train_sampler", "push_to_hub"}
 
 
 @cache

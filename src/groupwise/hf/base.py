@@ -364,15 +364,17 @@ class BaseTrainer(Trainer):
                 report_completions(*given)
             self._unreported = []
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Evaluate; outside of training, the output directory is locked for the evaluation."""
         with self.run_directory.claimed(saves=False):
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """Evaluate as ``evaluate`` does, without a log."""
         with self.run_directory.claimed(saves=False):
-            return super().predict(*args, **kwargs)
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self,
