@@ -110,22 +110,24 @@ class RankStages:
         self.others = [other for other in range(world_size) if other != rank]
         # transformers passes no ddp_timeout on a CPU: a rank would wait 30 minutes for one that has stopped.
         has_group = self.others and torch.distributed.is_initialized()
-        self._store = process_group_store(timeout) if has_group else torch.distributed.HashStore()
+        self._store = process_group_store(timeout) if has_group else None
 
     def enter(self, stage: str) -> None:
         """Set the stage of this rank, such as "reward of step 3"."""
         self.stage = stage
-        with suppress(RuntimeError):  # the store has ended; the next collective fails
-            self._store.set(f"groupwise/{self.rank}", stage)  # does not wait for it
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store has ended; the next collective fails
+                self._store.set(f"groupwise/{self.rank}", stage)  # does not wait for it
 
     def describe_failure(self, error: BaseException) -> str:
         """Return rank, stage and cause of a failure, and eight other ranks: those in other stages first."""
-        mine, found = self.stage, list[bytes]()
+        mine, found, store = self.stage, list[bytes](), self._store
         self.enter(f"failed in {mine}: {type(error).__name__}: {error!s:.300}")
 
         def read() -> None:
             with suppress(RuntimeError):
-                found.extend(self._store.multi_get([f"groupwise/{other}" for other in self.others]))
+                if store is not None:
+                    found.extend(store.multi_get([f"groupwise/{other}" for other in self.others]))
 
         reader = Thread(target=read, daemon=True)
         reader.start()

@@ -261,7 +261,7 @@ def test_gradients_do_not_depend_on_the_order_of_threads():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_share_one_mask_that_lives_as_long_as_their_activations(monkeypatch, autocast):
-    """A mask of H / J · Q x K per layer would outweigh all other activations beside a long prompt."""
+    """A mask has H / J · Q x K values: one per layer would grow with the square of the tokens."""
     model, made, make = build(*RIGHT["llama"]), [], Block.mask
     sequences = pack_sequences(completions(), shared=True)
     blocks, dtype = sequences.attention.blocks, torch.bfloat16 if autocast else torch.float32

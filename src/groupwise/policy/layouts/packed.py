@@ -106,7 +106,7 @@ class PackedAttention:
     order_S: torch.Tensor
     varlen: AttentionFunction | None = None
     # By block, window, queries per key and dtype. A mask lives as long as layers keep it for their backward
-    # pass: beside a long prompt it is larger than the activations.
+    # pass: it grows with the square of the tokens, unlike the activations.
     _masks: WeakValueDictionary[Any, torch.Tensor] = field(default_factory=WeakValueDictionary, repr=False)
 
     @torch.compiler.disable  # blocks differ in number and shape from one micro-batch to the next
