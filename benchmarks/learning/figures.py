@@ -25,7 +25,7 @@ from typing import Any
 import rule
 import tasks
 from rule import Difference, Noise, interval
-from run import ABLATIONS, SAMPLING_SEEDS
+from run import ABLATIONS, AGENTS, SAMPLING_SEEDS
 
 #: Runs that differ from ``resampled`` only in the seed of sampling, by its key in ``Results``.
 OTHER_SAMPLES = "other samples"
@@ -243,6 +243,8 @@ def blocks(results: Results) -> dict[str, str]:
             found |= {"trl": against_trl(results), "same_reward": same_reward(results)}
         if {"grpo_iterative", "grpo_beta_0.04"} <= results.keys():
             found["refresh"] = refresh(results)
+    if all(cell in results for cell in AGENTS):
+        found["agents"] = agents(results)
     if with_many_samples("grpo_outcome") in results:
         found["figure_7"] = figure_7(results)
     if f"trl {ONE_MACHINE}" in results:
@@ -267,7 +269,7 @@ def with_blocks(page: str, found: Mapping[str, str]) -> str:
 
 def without_ablations(results: Results) -> Results:
     """Return the results of the methods."""
-    others = (*ABLATIONS, OTHER_SAMPLES, OTHER_OUTCOME)
+    others = (*ABLATIONS, *AGENTS, OTHER_SAMPLES, OTHER_OUTCOME)
     return {
         cell: runs
         for cell, runs in results.items()
@@ -460,6 +462,43 @@ def refresh(results: Results) -> str:
             ours, others = [value(run) for run in runs], [value(theirs[run["seed"]]) for run in runs]
             one = rule.comparison(ours, [[other] for other in others], noise)
             lines.append(f"| {name} | {fmean(ours):.1%} | {fmean(others):.1%} | {one}: {one.verdict()} |")
+    return "\n".join(lines)
+
+
+def agents(results: Results) -> str:
+    """Return the gain of both forms of an agent over the initial model by the same turns.
+
+    Beside them their difference, between runs of one seed, with the noise floor of the unchanged runs.
+    """
+    found = {cell: rule.gain(
+        [run["evaluation"]["eval_chains_pass@1_gain"] for run in results[cell]],
+        [run["evaluation"]["eval_chains_pass@1_gain_ci95"] for run in results[cell]],
+        [_bounds(run, "eval_chains_pass@1_gain") for run in results[cell]],
+    ) for cell in AGENTS}  # fmt: skip
+    lines = [
+        "| run | seeds | rows per rollout | mean reward | pass@1, initial | trained | gain |",
+        "|---" * 7 + "|",
+    ]
+    for cell, one in found.items():
+        runs = results[cell]
+        rows = fmean(run["evaluation"].get("eval_chains_rollouts/rows", 1.0) for run in runs)
+        before, after = (
+            _shown(interval([run[part]["eval_chains_pass@1"] for run in runs]))
+            for part in ("initial", "evaluation")
+        )
+        mean = _shown(interval([_mean_reward(run) for run in runs]))
+        shown = " | ".join((mean, before, after, f"{one}: **{one.verdict()}**"))
+        lines.append(f"| {cell} | {len(runs)} | {rows:.0f} | {shown} |")
+    base = unchanged(results) if unchanged_steps(results) else None
+    for name, value, noise in (
+        ("mean reward", _mean_reward, base and base.reward_noise),
+        ("pass@1 afterwards", _accuracy, base and base.accuracy_noise),
+    ):
+        split, whole = ({run["seed"]: value(run) for run in results[cell]} for cell in AGENTS)
+        seeds = sorted(split.keys() & whole.keys())
+        if noise and seeds:
+            one = rule.comparison([split[seed] for seed in seeds], [[whole[seed]] for seed in seeds], noise)
+            lines.append(f"| difference | {len(seeds)} | | {name} | | | {one}: **{one.verdict()}** |")
     return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import methods
+import sub_agent
 import tasks
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
@@ -67,6 +68,8 @@ class Cell:
     process: reward for every line, by its name in ``tasks.STEP_REWARDS``; None: for the answer.
     staleness: optimizer steps between the policy that samples and the one that is trained.
     iterations: outer iterations of iterative GRPO, which refreshes the reference at the end of each.
+    rollout: two turns of an agent instead of one completion, by the name in ``sub_agent.ROLLOUTS``; compared
+        with the same rollout of the initial model, on the trained task alone.
     library: "groupwise", or "trl" for the same settings in TRL's ``GRPOTrainer``.
     max_steps: the first steps of the run only; None: all.
     sampling_seed: added to the seed; the questions and their order stay.
@@ -78,6 +81,7 @@ class Cell:
     process: str | None = None
     staleness: int = 0
     iterations: int = 1
+    rollout: str | None = None
     library: str = "groupwise"
     max_steps: int | None = None
     sampling_seed: int = 0
@@ -135,7 +139,12 @@ ABLATIONS = {
     **{f"stale_{steps}": _ablation(steps) for steps in range(1, 5)},
     **{f"stale_{steps}_corrected": _ablation(steps, **CORRECTED) for steps in range(1, 5)},
 }
-CELLS = {**METHODS, **ABLATIONS}
+#: A sub-agent in a row of its own, and the same turns in one row with the request between them.
+AGENTS = {
+    name: Cell(rollout=rollout, max_steps=12, settings={"max_completion_length": 96})
+    for name, rollout in (("sub_agent", "two_rows"), ("one_conversation", "one_row"))
+}
+CELLS = {**METHODS, **ABLATIONS, **AGENTS}
 
 
 def settings(cell: Cell, scale: Scale, seed: int) -> dict[str, Any]:
@@ -244,15 +253,20 @@ def run_cell(
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    sets = test_sets(scale, evaluated)
+    sets = test_sets(scale, tasks.TRAINED if cell.rollout else evaluated)
     with tempfile.TemporaryDirectory() as directory:
         args = config(cell, scale, seed, directory)
         eval_args = config(METHODS["instruct"], scale, seed, directory)
-        result = train_cell(cell, model, tokenizer, scale, args) if cell.source is not None else {}
+        if cell.rollout:
+            eval_args = replace(eval_args, **cell.settings)
         evaluator = RewardEvaluator(
-            model, tasks.correct, eval_args, train_rows(scale), sets, processing_class=tokenizer
-        )
-        if initial is not None:
+            model, reward_of(cell), eval_args, train_rows(scale), sets, processing_class=tokenizer,
+            rollout_func=sub_agent.ROLLOUTS.get(cell.rollout or ""),
+        )  # fmt: skip
+        before = {"initial": evaluator.evaluate()} if cell.rollout else {}
+        result = train_cell(cell, model, tokenizer, scale, args) if cell.source is not None else {}
+        result |= before
+        if initial is not None and not cell.rollout:
             first = {name: tuple(entry) for name, entry in initial["by_question"]["first"].items()}
             evaluator.evaluation.restore({**initial["by_question"], "first": first})  # gains by question
         result["evaluation"] = evaluator.evaluate()
@@ -277,7 +291,7 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
     rows, clock, begun = train_rows(scale), Clock(), time.time()
     stored, wrong = stored_samples(cell, model, tokenizer, rows, args)
     rows = with_samples(rows, stored, wrong, cell)
-    reward = tasks.STEP_REWARDS[cell.process](tokenizer) if cell.process else tasks.correct
+    reward = tasks.STEP_REWARDS[cell.process](tokenizer) if cell.process else reward_of(cell)
     common = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [clock]}
     if len(rows) == 0:
         log = []  # no question had the samples that the method needs
@@ -295,6 +309,8 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
             common["rollout_func"] = methods.replay(stored)
         elif cell.staleness:
             common["rollout_func"] = methods.stale_samples(cell.staleness)
+        elif cell.rollout:
+            common["rollout_func"] = sub_agent.ROLLOUTS[cell.rollout]
         trainer = GRPOTrainer(model, reward, args, **common)
         trainer.train()
         log = trainer.state.log_history
@@ -305,6 +321,11 @@ def train_cell(cell: Cell, model: Any, tokenizer: Any, scale: Scale, args: GRPOC
         "step_processor_seconds": clock.processor_seconds,
         "train_seconds": round(time.time() - begun, 2),  # with the sampling of stored completions
     }
+
+
+def reward_of(cell: Cell) -> Any:
+    """Return the reward for the answer: of a completion, or of an agent's last turn."""
+    return sub_agent.correct if cell.rollout else tasks.correct
 
 
 def stored_samples(cell: Cell, model: Any, tokenizer: Any, rows: Any, args: GRPOConfig) -> tuple[dict, dict]:

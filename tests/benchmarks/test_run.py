@@ -6,11 +6,13 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import figures
 import methods
 import pytest
 import run
+import sub_agent
 import tasks
 from datasets import Dataset
 from support.runs import policy, tokenizer, trainer
@@ -85,13 +87,48 @@ def test_iterative_grpo_and_trl_train_every_step_and_change_the_model(tmp_path, 
         assert any((now != then).any() for now, then in zip(model.parameters(), before, strict=True)), cell
 
 
+def test_an_agent_of_two_turns_trains_both_as_two_rows_and_as_one(tmp_path, monkeypatch):
+    scores = iter(range(10**6))
+    monkeypatch.setattr(tasks, "correct", lambda texts, *_: [float(next(scores) % 2) for _ in texts])
+    path, scale = run.tiny_model(tmp_path / "model"), run.Scale(1, 2, 4, 8, 2, 2, 1e-2)
+    for cell, rows in (("sub_agent", 2.0), ("one_conversation", None)):
+        result = run.run_cell(cell, path, scale, 0, None)
+        (logged,) = [log for log in result["history"] if "reward" in log]
+        assert logged["reward"] == 0.5 and logged["grad_norm"] > 0 and logged.get("rollouts/rows") == rows
+        assert "eval_chains_pass@1" in result["initial"]
+        assert "eval_chains_pass@1_gain_ci95" in result["evaluation"]
+
+
+def test_the_turns_of_an_agent_hold_the_same_pieces(tmp_path):
+    """The main agent gets the sub-agent's answer as text; in one row both turns alone are trained."""
+    words = AutoTokenizer.from_pretrained(run.tiny_model(tmp_path))
+    end = words.eos_token_id
+
+    class Backend:
+        def generate(self, prompts, sampling):
+            self.prompts = [words.decode(ids) for ids in prompts]
+            return [SimpleNamespace(token_ids=[*words("7")["input_ids"], end]) for _ in prompts]
+
+    backend = Backend()
+    trainer_ = SimpleNamespace(processing_class=words, backend=backend)
+    question = [{"role": "user", "content": "Start with 7. Add 5. Subtract 2. What is the result?"}]
+    rows = sub_agent.two_rows([question] * 2, trainer_)
+    assert rows["rollout_ids"] == [0, 0, 1, 1] and rows["final_text"] == ["7", "7"]
+    first, second = (words.decode(ids) for ids in rows["prompt_ids"][:2])
+    assert first.endswith("Start with 7. Add 5.") and second == backend.prompts[0]
+    request = "Found: 7\nSubtract 2. What is the result?"
+    assert second.endswith(request)
+    whole = sub_agent.one_row([question] * 2, trainer_)
+    assert whole["env_mask"][0] == [1, 1, *[0] * len(request), 1, 1] and backend.prompts[0].endswith(request)
+
+
 def test_every_cell_is_a_valid_configuration(tmp_path):
     methods.register()
     for name, cell in run.CELLS.items():
         config = run.config(cell, run.Scale(), 3, str(tmp_path))
         ablation = name in run.ABLATIONS
         half = name == "trl" or (ablation and config.num_iterations == 1)
-        assert config.max_steps == (15 if half else 30), name
+        assert config.max_steps == (12 if name in run.AGENTS else 15 if half else 30), name
         assert (config.seed, config.data_seed) == (103 if ablation else 3, 3), name
         stored = cell.source in ("solutions", "filtered", "pairs")
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
