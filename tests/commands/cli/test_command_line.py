@@ -340,6 +340,8 @@ def test_a_run_ends_with_model_report_and_next_command(run_file, capsys, changes
         command = shlex.split(line.partition(":")[2])[1:]
         extra = ["--output_dir", "again"] if "--model" in command else []
         assert main([*command, *extra]) == 0
+    flags = [word for word in capsys.readouterr().out.splitlines()[-1].split() if word.startswith("--")]
+    assert len(flags) == len(set(flags))  # a command that goes on twice says the settings once
 
 
 def test_tables_of_completions_are_printed_below_the_line_of_their_log(run_file, capsys):

@@ -55,7 +55,16 @@ def _closing_lines(trainer: GRPOTrainer, arguments: Sequence[str]) -> Iterator[s
         more = ["--resume_from_checkpoint", "true", "--max_steps", str(2 * steps)]
     elif has_adapter(trainer.model):
         more = ["--save_strategy", "steps", "--save_steps", str(steps)]  # an adapter alone is no model
-    yield f"next:   {shlex.join(['groupwise', 'train', *arguments, *more])}"
+    yield f"next:   {shlex.join(['groupwise', 'train', *_without(arguments, more[::2]), *more])}"
+
+
+def _without(arguments: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments without the given flags and their values, written ``--flag value`` or ``--flag=value``."""
+    is_value = False
+    for argument in arguments:
+        if not is_value and argument.partition("=")[0] not in flags:
+            yield argument
+        is_value = argument in flags
 
 
 def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
