@@ -59,7 +59,7 @@ def _closing_lines(trainer: GRPOTrainer, arguments: Sequence[str]) -> Iterator[s
 
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without ``flags`` and their values, written ``--flag value`` or ``--flag=value``."""
+    """Yield the arguments without ``flags`` and their values: ``--flag value`` or ``--flag=value``."""
     is_value = False
     for argument in arguments:
         if not is_value and argument.partition("=")[0] not in flags:
