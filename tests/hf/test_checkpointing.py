@@ -23,13 +23,13 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from support.iterative_runs import runner
 from support.resume_runs import make_trainer, vowels
-from support.runs import prompts, trainer
+from support.runs import policy, prompts, trainer
 from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.hf import run_directory
-from groupwise.hf.checkpointing import load_states, save_state
+from groupwise.hf.checkpointing import check_loaded, load_states, save_policy, save_state
 from groupwise.hf.run_directory import RunDirectory, find_checkpoint
 
 
@@ -74,6 +74,14 @@ def test_publish_replaces_a_checkpoint_of_the_same_name(tmp_path: Path) -> None:
 
 
 _COMPLETE = {"trainer_state.json": "{}", "groupwise_state_0.pt": "x"}
+
+
+def test_weights_that_nobody_compares_are_reported(tmp_path: Path, caplog: Any) -> None:
+    """FSDP 1 saves no digests: an adapter would be loaded onto any base without a word."""
+    model = policy()
+    save_policy(str(tmp_path), model, {})
+    check_loaded(str(tmp_path), model, {})
+    assert "the loaded weights are not compared" in caplog.text and "FSDP 1" in caplog.text
 
 
 def test_find_checkpoint_takes_the_highest_step(tmp_path: Path, caplog: Any) -> None:

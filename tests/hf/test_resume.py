@@ -670,6 +670,16 @@ def test_an_evaluation_in_the_directory_of_another_run_is_refused(tmp_path: Path
     assert _names(tmp_path) == ["checkpoint-7"]
 
 
+def test_an_evaluation_without_write_access_returns_its_metrics(tmp_path: Path, caplog: Any) -> None:
+    """The directory is gone when it evaluates, as on a file system that became read-only."""
+    expected = make_trainer(tmp_path / "elsewhere").evaluate()
+    run = make_trainer(tmp_path / "out")
+    (tmp_path / "out").rmdir()
+    (tmp_path / "out").write_text("a file in its place")
+    assert run.evaluate()["eval_reward"] == expected["eval_reward"]
+    assert "no metrics and rollouts are written" in caplog.text
+
+
 def _fail_at(step: int) -> Any:
     def reward(completions: list[str], trainer_state: Any, **given: Any) -> list[float]:
         if trainer_state.global_step == step:
