@@ -249,9 +249,7 @@ class GRPOTrainer(
         )
         self.tools = [tool.function for tool in agents.all_tools]
         self.agents = make_agents(agents, args, self.processing_class, self.backend, self.model, accelerator)
-        warn_of_rollout_settings(
-            args, requests_known=rollout_func is None, placeholder_logps=self.may_have_placeholder_logps()
-        )
+        warn_of_rollout_settings(args, rollout_func is None, self.may_have_placeholder_logps(), self.agents)
         self.logprob_computer = make_logprob_computer(self.model, args, accelerator)
         self.logprob_mismatch = LogprobMismatchCheck(
             self.logprob_computer, accelerator, args.logprob_mismatch_check, args.logprob_mismatch_steps

@@ -105,6 +105,7 @@ CONTRACT = {
     "tool_timeout": (float, None),
     "rollout_on_error": (str, "raise"),
     "rollout_retries": (int, 2),
+    "rollout_credit": (str, "rollout"),
     "use_liger_kernel": (bool, False),
     "logprob_head": (str, "auto"),
     "sequence_layout": (str, "auto"),

@@ -86,6 +86,7 @@ EXAMPLES: dict[str, object] = {
     "tool_timeout": 0.0,
     "rollout_on_error": "drop",
     "rollout_retries": -1,
+    "rollout_credit": "step",
     "use_liger_kernel": True,
     "logprob_head": "chunk",
     "sequence_layout": "padding",

@@ -59,6 +59,10 @@ def test_relations_are_checked_once_every_value_is_valid(build):
     ("kwargs", "warned"),
     [
         ({"delta": 4.0, "loss_type": "sapo"}, "delta=4.0 has no effect unless loss_type is grpo, bnpo"),
+        (
+            {"rollout_credit": "row", "loss_type": "dapo"},
+            "rollout_credit='row' has no effect unless loss_type divides by a number of sequences",
+        ),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect unless loss_type='sapo'"),
         ({"kl_estimator": "k1"}, "kl_estimator='k1' has no effect unless beta > 0"),
         (

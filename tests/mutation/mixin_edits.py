@@ -22,7 +22,7 @@ MIXINS = [
     ),
     *_of(
         "loss",
-        ("(groups_B[: len(groups_B) - num_padding_rows] >= 0)", "(groups_B >= 0)"),
+        ("sequences_B[: len(sequences_B) - num_padding_rows].sum()", "sequences_B.sum()"),
         (
             "[batch.loss_mask_BT.sum() for",
             "[torch.ones_like(batch.completion_mask_BT).sum() for",
@@ -40,9 +40,9 @@ MIXINS = [
         ("world_size / sequences", "1 / sequences"),
         ("total / max(count, 1.0)", "total"),
         ("self.entropy_control = self.entropy_control.step(", "self.entropy_control.step("),
-        ("            len(window),\n", "            1,\n"),
-        ("            sequences,\n            tokens,\n", "            tokens,\n            sequences,\n"),
-        ("            world_size,\n            self", "            1,\n            self"),
+        ("tokens, len(window), world_size", "tokens, 1, world_size"),
+        ("(sequences, tokens, len(", "(tokens, sequences, len("),
+        ("len(window), world_size, length", "len(window), 1, length"),
         ("Mean(mean.total, batch.sequence_weight_B1.sum())", "mean"),
         (
             "masked_mean(logprobs.entropy_BT, batch.entropy_mask_BT)",

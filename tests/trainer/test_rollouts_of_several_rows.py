@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import torch
 from support.runs import policy, prompts, tokenizer, trainer
 
 from groupwise import GRPOCallback
+from groupwise.commands.replay.objective_table import objective_table
+from groupwise.core.row_weights import count_rows, weigh_rows
+from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.errors import ConfigError
+from groupwise.records import Experience
+from groupwise.reporting.rollout_files import FOLDER, Recording
 
 END = 1
 #: Every built-in objective, ratio level, normalizer, mask and term that counts sequences or tokens.
@@ -161,11 +167,13 @@ def test_forks_have_the_log_probs_of_each_row_alone(tmp_path: Path, layout: str)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("level", "credit"), [("token", "rollout"), ("sequence", "rollout"), ("token", "row")]
+)
 def test_the_gradient_of_forks_is_the_rule_of_the_documentation(
-    tmp_path: Path, loss_type: str, level: str
+    tmp_path: Path, loss_type: str, level: str, credit: str
 ) -> None:
-    """On-policy: the sum over trained tokens of w_i · A_i · ∇ℓ; |o_i| counts those of the rollout."""
+    """On-policy: the sum over trained tokens of w_i · A_i · ∇ℓ; |o_i| counts those of the rollout or row."""
     rollout = rollouts_in(5, forks=True, sampler=False)
     seen: dict[str, list[Any]] = {}
 
@@ -176,31 +184,121 @@ def test_the_gradient_of_forks_is_the_rule_of_the_documentation(
     run = trainer(
         tmp_path, reward, rollout_func=rollout, max_steps=1, optim="sgd", learning_rate=1.0,
         max_grad_norm=0.0, loss_type=loss_type, importance_sampling_level=level, scale_rewards="none",
-        lr_scheduler_type="constant", max_completion_length=40,
+        lr_scheduler_type="constant", max_completion_length=40, rollout_credit=credit,
     )  # fmt: skip
     model = policy().double()
     run.train()
     total = torch.zeros((), dtype=torch.float64)
-    counts = []
+    sequences: list[tuple[float, list[torch.Tensor]]] = []  # advantage and log-probs of the trained tokens
     for rows, score in zip(seen["rows"], seen["score"], strict=True):
         # Trained tokens of the rollout by their whole prefix, found without the joined form.
         trained: dict[tuple[int, ...], torch.Tensor] = {}
+        home: dict[tuple[int, ...], int] = {}
+        roots: list[tuple[int, ...]] = []  # of rows that continue no earlier one
         for prompt, ids in rows:
             logps = row_logps(model, prompt, ids)
+            whole = (*prompt, *ids)
+            found = [i for i, row in enumerate(roots) if whole[: len(row)] == row]
+            roots, number = (roots, found[0]) if found else ([*roots, whole], len(roots))
+            roots[number] = whole
             for t in range(len(ids)):
                 trained.setdefault((*prompt, *ids[: t + 1]), logps[t])
-        counts.append((score - sum(seen["score"]) / 4, trained))
-    tokens = sum(len(trained) for _, trained in counts)
-    for advantage, trained in counts:
-        weight = {"grpo": 1 / (4 * len(trained)), "dapo": 1 / tokens, "dr_grpo": 1 / 160, "luspo": 1 / 4}[
-            loss_type
-        ]
-        total = total - weight * advantage * torch.stack(list(trained.values())).sum()
+                home.setdefault((*prompt, *ids[: t + 1]), number if credit == "row" else 0)
+        advantage = score - sum(seen["score"]) / 4
+        for number in sorted(set(home.values())):
+            sequences.append((advantage, [trained[key] for key in trained if home[key] == number]))
+    assert credit == "rollout" or len(sequences) > len(seen["rows"]) == 4
+    tokens, n = sum(len(own) for _, own in sequences), len(sequences)
+    for advantage, own in sequences:
+        weights = {"grpo": 1 / (n * len(own)), "dapo": 1 / tokens, "dr_grpo": 1 / (40 * n), "luspo": 1 / n}
+        total = total - weights[loss_type] * advantage * torch.stack(own).sum()
     total.backward()
     start = policy().state_dict()
     for name, weight in model.named_parameters():
         update = start[name].double() - run.model.state_dict()[name].double()
         torch.testing.assert_close(update, weight.grad, atol=2e-6, rtol=0)
+
+
+def experience(mask_BT: torch.Tensor, groups: list[int], contexts: Any) -> Experience:
+    ones_B1 = torch.ones(len(mask_BT), 1, dtype=torch.long)
+    return Experience(
+        prompt_ids_BL=ones_B1, prompt_mask_BL=ones_B1, completion_ids_BT=mask_BT, completion_mask_BT=mask_BT,
+        loss_mask_BT=mask_BT, group_ids_B=torch.tensor(groups), old_logps_BT=mask_BT.float(),
+        contexts=contexts, advantages_BX=ones_B1.float(),
+    )  # fmt: skip
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    """A has the rows ``P a a r b`` and ``Q c c c``, B one row of 2 tokens; maximum length 10."""
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0]])
+    batch = experience(mask, [0, 0], (((4, [9]),), None))
+    assert count_rows(batch).tolist() == [2, 1]
+    counts = WindowCounts(sequences=3, tokens=8, micro_batches=1, world_size=1, max_completion_length=10)
+    for name, first, second in (
+        ("sequence_mean", 1 / 9, 1 / 6),
+        ("token_mean", 1 / 8, 1 / 8),
+        ("local_token_mean", 1 / 8, 1 / 8),
+        ("constant_length", 1 / 30, 1 / 30),
+        ("sequence_sum", 1 / 3, 1 / 3),
+    ):
+        expected = mask * torch.tensor([[first], [second]])
+        weights = weigh_rows(NORMALIZERS[name], batch, counts)
+        torch.testing.assert_close(weights, expected)
+
+
+def test_a_rollout_of_masked_rows_counts_as_one_and_a_dropped_one_as_none(tmp_path: Path) -> None:
+    """Three rows of one rollout, of which one has loss tokens; a rollout without any; a dropped rollout."""
+    mask = torch.tensor([[0, 1, 0], [0, 0, 0], [0, 0, 0]])
+    contexts = (((1, [9]), (2, [8])), ((1, [9]),), None)
+    batch = experience(mask, [0, 0, -1], contexts)
+    assert count_rows(batch).tolist() == [1, 1, 1]
+    run = trainer(
+        tmp_path, score_reward, rollout_func=rollouts_in(2), rollout_credit="row", loss_type="luspo"
+    )
+    (weighed,) = run.set_token_weights([batch], [mask.bool()])
+    assert weighed.token_weights_BT.tolist() == [[0, 0.5, 0], [0, 0, 0], [0, 0, 0]]
+    assert weighed.sequence_weight_B1.tolist() == [[0.5], [0.5], [0.0]]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo"])
+def test_credit_by_row_changes_nothing_for_rows_that_continue_each_other(
+    tmp_path: Path, loss_type: str
+) -> None:
+    by_rollout, by_row = (
+        parameters(tmp_path, rollouts_in(5), loss_type=loss_type, rollout_credit=credit)
+        for credit in ("rollout", "row")
+    )
+    assert all(torch.equal(by_rollout[name], by_row[name]) for name in by_row)
+
+
+def test_a_recorded_step_by_row_has_the_loss_of_the_run(tmp_path: Path) -> None:
+    """Two micro-batches and two updates per generation: the ratios of the second step differ from 1."""
+    run = trainer(
+        tmp_path, score_reward, rollout_func=rollouts_in(5, forks=True), loss_type="grpo", num_iterations=2,
+        rollout_credit="row", gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=2,
+        save_rollouts=True,
+    )  # fmt: skip
+    run.train()
+    record = Recording(tmp_path / FOLDER).step(2)
+    own, by_rollout = (
+        objective_table([record], replace(run.args, rollout_credit=credit), [])[0].value
+        for credit in ("row", "rollout")
+    )
+    assert own == pytest.approx(sum(part.loss for part in record.computed), abs=1e-6)
+    assert own != pytest.approx(by_rollout, abs=1e-4)
+
+
+def test_credit_by_row_warns_where_each_rollout_is_one_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def zero(completions: list[Any], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    text = "rollout_credit='row' has no effect without a rollout_func, tools or environments"
+    trainer(tmp_path, score_reward, rollout_func=rollouts_in(5), rollout_credit="row", loss_type="grpo")
+    assert text not in caplog.text
+    trainer(tmp_path, zero, rollout_credit="row", loss_type="grpo")
+    assert caplog.text.count(text) == 1
 
 
 def test_rewards_tables_and_metrics_count_rollouts(tmp_path: Path) -> None:

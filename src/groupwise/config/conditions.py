@@ -19,6 +19,10 @@ def _surrogate(text: str, surrogate: Surrogate) -> Condition:
 CLIPPED_RATIO = _surrogate("loss_type is grpo, bnpo, dr_grpo, dapo or luspo", surrogates.clipped)
 SAPO = _surrogate("loss_type='sapo'", surrogates.sapo)
 VESPO = _surrogate("loss_type='vespo'", surrogates.vespo)
+SEQUENCES = Condition(  # the sum of a token mean is the same however the tokens are split
+    "loss_type divides by a number of sequences, as grpo, sapo, dr_grpo and luspo do",
+    lambda c: OBJECTIVES[c.loss_type].normalizer not in ("token_mean", "local_token_mean", "prompt_mean"),
+)
 KL = Condition("beta > 0", lambda c: c.beta > 0)
 VLLM = on("use_vllm")
 NOT_VLLM = Condition("use_vllm=False", lambda c: not c.use_vllm)

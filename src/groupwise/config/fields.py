@@ -406,6 +406,10 @@ class GRPOFields(TrainingArguments):
     rollout_retries: Annotated[int, Setting(
         "Retries of a failed rollout before its completion is dropped.", ge=0, no_effect_unless=when.RETRY,
         card="if_changed")] = 2
+    rollout_credit: Annotated[str, Setting(
+        "Sequences that the loss normalizes where a rollout has rows that do not continue each other: the "
+        "rollout, or each such row.", choices=("rollout", "row"), no_effect_unless=when.SEQUENCES,
+        card="if_changed")] = "rollout"
 
     # Efficiency
     use_liger_kernel: Annotated[bool, Setting(

@@ -142,13 +142,22 @@ def warn_of_defaults(args: GRPOConfig, given: Collection[str]) -> None:
         )
 
 
-def warn_of_rollout_settings(args: GRPOConfig, *, requests_known: bool, placeholder_logps: bool) -> None:
+def warn_of_rollout_settings(
+    args: GRPOConfig, requests_known: bool, placeholder_logps: bool, agents: object | None
+) -> None:
     """Warn about settings of sampling that have no effect on the rollouts of this trainer.
 
     Args:
         requests_known: the requests to the backend can be made in advance, as without a ``rollout_func``.
         placeholder_logps: log-probs of completions may be placeholders, as with a ``rollout_func``.
+        agents: multi-turn rollouts with tools or environments; None: there are none.
     """
+    if args.rollout_credit != "rollout" and requests_known and agents is None:
+        logger.warning(
+            "rollout_credit=%r has no effect without a rollout_func, tools or environments: each rollout is "
+            "one row",
+            args.rollout_credit,
+        )
     if args.rollout_staleness and not requests_known:
         logger.warning(
             "rollout_staleness=%d has no effect: the requests of a rollout_func cannot be made in advance",

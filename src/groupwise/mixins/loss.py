@@ -50,9 +50,13 @@ class LossMixin:
         Returns:
             the entries of ``window`` with token, sequence and entropy weights.
         """
-        groups_B = torch.cat([batch.group_ids_B for batch in window])
+        sequences_B = torch.cat([batch.group_ids_B >= 0 for batch in window]).long()  # 0: dropped
+        if by_row := self.args.rollout_credit == "row":
+            from groupwise.core.row_weights import count_rows, weigh_rows
+
+            sequences_B *= torch.cat([count_rows(batch) for batch in window])
         local = [  # three sums over the window of this rank, read together
-            (groups_B[: len(groups_B) - num_padding_rows] >= 0).sum(),  # without dropped completions
+            sequences_B[: len(sequences_B) - num_padding_rows].sum(),
             torch.stack([batch.loss_mask_BT.sum() for batch in window]).sum(),
             torch.stack([mask_BT.sum(dtype=torch.long) for mask_BT in entropy_masks]).sum(),
         ]
@@ -60,33 +64,32 @@ class LossMixin:
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
-        counts = WindowCounts(
-            sequences,
-            tokens,
-            len(window),
-            world_size,
-            self.args.max_completion_length,
-            self._count_group_tokens(window, num_padding_rows) if normalizer.needs_group_tokens else {},
-        )
+        needed = normalizer.needs_group_tokens
+        group_tokens = self._count_group_tokens(window, num_padding_rows) if needed else {}
+        length = self.args.max_completion_length
+        counts = WindowCounts(sequences, tokens, len(window), world_size, length, group_tokens)
         target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target) if self.args.has_entropy_bonus else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
         bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
         # Rows of the window are numbered in rank order; ranks have equally many.
-        first = self.accelerator.process_index * len(groups_B)
-        rows = torch.arange(first, first + len(groups_B), device=groups_B.device).split([*map(len, window)])
+        first, sizes = self.accelerator.process_index * len(sequences_B), [*map(len, window)]
+        rows_N = torch.arange(first, first + len(sequences_B), device=sequences_B.device)
+        parts = zip(window, entropy_masks, rows_N.split(sizes), sequences_B.split(sizes), strict=True)
         return [
             MicroBatch(
                 **vars(batch),
                 rows_B=rows_B,
                 # w_it (B, T): the loss of the window is Σ w_it ℓ_it, however it is split.
-                token_weights_BT=normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
+                token_weights_BT=weigh_rows(normalizer, batch, counts)
+                if by_row
+                else normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
                 entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
                 # Its sum over all ranks is their number: DDP divides gradients by it. Dropped rows have 0.
-                sequence_weight_B1=(batch.group_ids_B >= 0).float().unsqueeze(1) * (world_size / sequences),
+                sequence_weight_B1=count_B.float().unsqueeze(1) * (world_size / sequences),
             )
-            for batch, mask_BT, rows_B in zip(window, entropy_masks, rows, strict=True)
+            for batch, mask_BT, rows_B, count_B in parts
         ]
 
     def _count_group_tokens(self, window: Sequence[Experience], num_padding_rows: int) -> dict[int, int]:
@@ -149,11 +152,10 @@ class LossMixin:
             return {}
         settings = self.args
         if settings.use_adaptive_entropy:
-            local = torch.stack(
-                [torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()]
-            )
+            local = [torch.as_tensor(v, dtype=torch.float32) for v in vars(window_entropy).values()]
             # (sum of entropies, number of tokens) of all ranks: every rank takes the same decision.
-            total, count = self.accelerator.reduce(local.to(self.accelerator.device), "sum").tolist()
+            sums = torch.stack(local).to(self.accelerator.device)
+            total, count = self.accelerator.reduce(sums, "sum").tolist()
             self.entropy_control = self.entropy_control.step(
                 total / max(count, 1.0),
                 settings.entropy_target,

@@ -13,6 +13,7 @@ import torch
 from groupwise.commands.replay.replay import logps_by_row
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
+from groupwise.core.row_weights import count_rows, weigh_rows
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.errors import ConfigError
 from groupwise.mixins.loss import objective_settings
@@ -110,7 +111,10 @@ def _evaluate(
     leaves = [logps_BT.clone().requires_grad_() for logps_BT in logps]
     losses = []
     for batch, leaf in zip(batches, leaves, strict=True):
-        weights_BT = normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts)
+        if config.rollout_credit == "row":
+            weights_BT = weigh_rows(normalizer, batch, counts)
+        else:
+            weights_BT = normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts)
         # ``sequence_weight_B1`` is 1 on computed rows here. Ranks are averaged: undo their factor.
         weighed = replace(batch, token_weights_BT=weights_BT * batch.sequence_weight_B1 / world_size)
         losses.append(policy_loss(weighed, leaf, None, settings)[0])
@@ -131,6 +135,8 @@ def _settings(name: str, record: StepRecord, config: GRPOConfig) -> ObjectiveSet
 
 def _counts(records: Sequence[StepRecord], config: GRPOConfig) -> WindowCounts:
     windows = [batch for record in records for batch in record.window]
+    by_row = config.rollout_credit == "row"
+    sequences = sum(int(((b.group_ids_B >= 0) * (count_rows(b) if by_row else 1)).sum()) for b in windows)
     group_tokens: dict[int, int] = {}
     for batch in windows:
         for group, tokens in zip(
@@ -139,7 +145,7 @@ def _counts(records: Sequence[StepRecord], config: GRPOConfig) -> WindowCounts:
             if group >= 0:
                 group_tokens[group] = group_tokens.get(group, 0) + tokens
     return WindowCounts(
-        sequences=max(sum(int((batch.group_ids_B >= 0).sum()) for batch in windows), 1),
+        sequences=max(sequences, 1),
         tokens=sum(int(batch.loss_mask_BT.sum()) for batch in windows),
         micro_batches=len(records[0].window),
         world_size=records[0].world_size,
