@@ -499,6 +499,8 @@ def agents(results: Results) -> str:
         if noise and seeds:
             one = rule.comparison([split[seed] for seed in seeds], [[whole[seed]] for seed in seeds], noise)
             lines.append(f"| difference | {len(seeds)} | | {name} | | | {one}: **{one.verdict()}** |")
+    forms = " and ".join(f"`{cell}` ({one.verdict()})" for cell, one in found.items())
+    lines += ["", f"Over the initial model by the same turns: {forms}."]
     return "\n".join(lines)
 
 
