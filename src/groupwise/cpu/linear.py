@@ -71,7 +71,10 @@ def replace_linears(model: torch.nn.Module) -> int:
     Returns:
         Number of converted layers; 0 if this PyTorch has no oneDNN.
     """
-    layers = [module for module in model.modules() if _eligible(module)] if has_onednn_linear() else []
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear and m.weight.device.type == "cpu"]
+    layers = [each for each in linears if min(each.weight.shape, default=0) >= _MIN_FEATURES]
+    if not has_onednn_linear():
+        return 0
     for layer in layers:
         layer.__class__ = OneDNNLinear
     return len(layers)
@@ -104,14 +107,6 @@ def stock_linears(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__class__ = OneDNNLinear
-
-
-def _eligible(module: torch.nn.Module) -> bool:
-    return (
-        type(module) is torch.nn.Linear
-        and module.weight.device.type == "cpu"
-        and min(module.weight.shape, default=0) >= _MIN_FEATURES
-    )
 
 
 def _linear_with_gradient(

@@ -56,7 +56,14 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         check_dataset(name, dataset)
     if isinstance(eval_dataset, dict) and config.eval_strategy != "no":
-        _check_best_metric(config.metric_for_best_model, list(eval_dataset))
+        sets, name = list(eval_dataset), (config.metric_for_best_model or "").removeprefix("eval_")
+        if name and not any(name.startswith(f"{key}_") for key in sets):
+            # Trainer looks for the metric after the first evaluation, which can be hours into a run.
+            raise ConfigError(
+                f"metric_for_best_model={config.metric_for_best_model!r} is of none of the evaluation sets "
+                f"{', '.join(map(repr, sets))}; the metrics of several sets carry their names: use "
+                f"{f'{sets[0]}_{name}'!r}"
+            )
     if train_dataset is None:
         return
     if is_streaming(train_dataset):
@@ -86,17 +93,6 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     named = {"train_dataset": train_dataset, "eval_dataset": None if several else eval_dataset}
     named.update({f"eval_dataset[{key!r}]": dataset for key, dataset in (several or {}).items()})
     return {name: dataset for name, dataset in named.items() if dataset is not None}
-
-
-def _check_best_metric(metric: str | None, sets: list[str]) -> None:
-    """Trainer looks for the metric after the first evaluation, which can be hours into a run."""
-    name = (metric or "").removeprefix("eval_")
-    if name and not any(name.startswith(f"{key}_") for key in sets):
-        raise ConfigError(
-            f"metric_for_best_model={metric!r} is of none of the evaluation sets "
-            f"{', '.join(map(repr, sets))}; the metrics of several sets carry their names: use "
-            f"{f'{sets[0]}_{name}'!r}"
-        )
 
 
 def check_dataset(name: str, dataset: Any) -> None:

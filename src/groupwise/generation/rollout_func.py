@@ -16,7 +16,6 @@ from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
 
 _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")  # of a row
-_RESERVED_KEYS = (*_FIELDS, "rollout_ids", "failed")
 
 
 def call_rollout_function(

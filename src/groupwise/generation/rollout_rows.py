@@ -113,7 +113,8 @@ def _place(row: dict[str, Any], lines: list[_Line]) -> tuple[_Line, int]:
     mask, logps = list(row.get("env_mask") or [1] * len(own)), row.get("logprobs") or [math.nan] * len(own)
     home = None
     for line in lines:
-        common = _common_length(line.sequence, sequence)
+        pairs = zip(line.sequence, sequence, strict=False)
+        common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])  # tokens that both begin with
         if common in (len(line.sequence), len(sequence)) and len(line.context) <= begin:
             home = line
             continue
@@ -132,7 +133,3 @@ def _place(row: dict[str, Any], lines: list[_Line]) -> tuple[_Line, int]:
     known = len(home.token_ids) - start
     home.append(own[known:], mask[known:], logps[known:])
     return home, start
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -162,16 +162,7 @@ class BaseTrainer(Trainer):
         self._logged_step = 0  # metrics up to this step are logged
         self._unreported: list[tuple[Any, ...]] = []  # completions of the next log
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
-        show_log_lines(self, args.terminal_metrics or ())
-        self.add_callback(MetricsFileCallback(self.fast_paths))
-        self.add_callback(TrackioAlertsCallback())
-        if args.save_rollouts:
-            from groupwise.reporting.rollout_files import RolloutFiles
-
-            self.add_callback(RolloutFiles(self))
-        self.add_callback(CheckpointingCallback(self.recomputation))
-        if args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(self.reference, args, self.accelerator))
+        _add_callbacks(self, args)
 
     # Implemented by GRPOTrainer.
 
@@ -690,6 +681,19 @@ class BaseTrainer(Trainer):
         if self.pending_rng_checkpoint is not None:
             super()._load_rng_state(checkpoint)
             self.pending_rng_checkpoint = None
+
+
+def _add_callbacks(trainer: BaseTrainer, args: GRPOConfig) -> None:
+    show_log_lines(trainer, args.terminal_metrics or ())
+    trainer.add_callback(MetricsFileCallback(trainer.fast_paths))
+    trainer.add_callback(TrackioAlertsCallback())
+    if args.save_rollouts:
+        from groupwise.reporting.rollout_files import RolloutFiles
+
+        trainer.add_callback(RolloutFiles(trainer))  # type: ignore[arg-type]
+    trainer.add_callback(CheckpointingCallback(trainer.recomputation))
+    if args.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(trainer.reference, args, trainer.accelerator))
 
 
 class _FinishedRunError(Exception):

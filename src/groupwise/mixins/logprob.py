@@ -61,15 +61,15 @@ class LogprobMixin:
         # Prompts end, and completions begin, at the same column: logits of column L - 1 predict token 0.
         prompt_ids_BL = pad_sequences(rollouts.prompt_ids, pad_token, left=True, **pad)
         completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
-        prompt_lengths = [len(ids) for ids in rollouts.prompt_ids]
+        prompt_lengths, lengths = [*map(len, rollouts.prompt_ids)], [*map(len, token_ids)]
         first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
         # Of this rank; the global count minus the rows of the ranks before. Rank 1 of B = 4, 6 count: 2.
         num_valid = len(rollouts) if rollouts.num_valid is None else rollouts.num_valid - first_row
         masks_truncated = self.args.mask_truncated_completions
         loss_masks = [
-            [0] * len(completion.token_ids)
+            [0] * lengths[row]
             if row >= num_valid or completion.dropped or (completion.truncated and masks_truncated)
-            else completion.loss_mask or [1] * len(completion.token_ids)
+            else completion.loss_mask or [1] * lengths[row]
             for row, completion in enumerate(completions)
         ]
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
@@ -78,10 +78,7 @@ class LogprobMixin:
 
         def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
             """(B, T) float32, NaN for completions without log-probs and on padding."""
-            rows = [
-                [math.nan] * len(ids) if entry is None else entry
-                for entry, ids in zip(logps, token_ids, strict=True)
-            ]
+            rows = [entry or [math.nan] * len(ids) for entry, ids in zip(logps, token_ids, strict=True)]
             return pad_sequences(rows, math.nan, dtype=torch.float32, **pad)
 
         sampler_logps = [completion.logps for completion in completions]
@@ -94,9 +91,7 @@ class LogprobMixin:
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
             completion_ids_BT=completion_ids_BT,
-            completion_mask_BT=length_mask(
-                [len(ids) for ids in token_ids], completion_ids_BT.shape[1], device=device
-            ),
+            completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
             group_ids_B=torch.tensor(group_ids, device=device),
             old_logps_BT=padded_logps([completion.old_logps for completion in completions]),

@@ -228,15 +228,10 @@ def _gains(values: PromptValues, first: PromptValues, look: int) -> dict[str, fl
     metrics = _summary(gains)
     for name, by_prompt in gains.items():
         differences = [gain for gain in by_prompt if not math.isnan(gain)]
-        if differences and _is_share(name):
+        if differences and name.rpartition("/")[2].startswith(("pass@", "maj@")):  # of a single reward, too
             low, high = gain_interval(torch.tensor(differences).clamp(-1, 1), look)
             metrics.update({f"{name}_low": low, f"{name}_high": high})
     return metrics
-
-
-def _is_share(name: str) -> bool:
-    """Return True for metrics in [0, 1]: pass@k and maj@k, also of single reward functions."""
-    return name.rpartition("/")[2].startswith(("pass@", "maj@"))
 
 
 def _text(completion: str | Sequence[Mapping[str, object]]) -> str:

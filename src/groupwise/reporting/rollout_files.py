@@ -194,18 +194,14 @@ class RolloutFiles(GRPOCallback):
     ) -> None:
         if state.is_world_process_zero:
             with log_boundary(logger, str(self.folder / HEADER)):
-                self._clear(state.global_step)
+                if state.global_step == 0 and self.folder.exists():
+                    os.replace(self.folder, earlier_path(self.folder))
+                for path in self.folder.glob("*.pt.gz"):
+                    if (found := _FILE.fullmatch(path.name)) and int(found[2]) > state.global_step:
+                        path.unlink()
                 self.folder.mkdir(parents=True, exist_ok=True)
                 replace_file(self.folder / HEADER, redacted_json(header(self.trainer)).encode())
         self.trainer.accelerator.wait_for_everyone()
-
-    def _clear(self, step: int) -> None:
-        if step == 0 and self.folder.exists():
-            os.replace(self.folder, earlier_path(self.folder))
-        for path in self.folder.glob("*.pt.gz"):
-            found = _FILE.fullmatch(path.name)
-            if found and int(found[2]) > step:
-                path.unlink()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._begin_step()
@@ -449,7 +445,7 @@ class Recording:
         def made(values: Any) -> Generation:
             digests, rollouts = values.pop("images"), values["rollouts"]
             if digests is not None:
-                known = {digest: self._image(digest) for digest in set(digests)}
+                known = {one: self._read(f"images/{one}.pt.gz", dict) if one else {} for one in {*digests}}
                 images = [
                     replace(row, arrays=known[digest])
                     for row, digest in zip(rollouts.images, digests, strict=True)
@@ -459,9 +455,6 @@ class Recording:
             return _checked(record, [record.rollouts, record.rewards], RolloutBatch | RewardBatch)
 
         return self._read(file_name("generation", step, rank, part), made)
-
-    def _image(self, digest: str) -> dict[str, torch.Tensor]:
-        return self._read(f"images/{digest}.pt.gz", dict) if digest else {}
 
     def _read(self, name: str, made: Callable[[Any], T]) -> T:
         """Return what ``made`` makes of the content of a file.

@@ -97,12 +97,14 @@ def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000, rel
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
     content = report_data(runs, max_completions) | {"reload": reload}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":  # in strings; an HTML parser or a script could act on them
+        data = data.replace(character, f"\\u{ord(character):04x}")
     page = Template(_read("page.html")).substitute(
         title=html.escape(f"Report: {', '.join(runs)}"),
         policy=f"{policy}; form-action 'none'",
         style=style,
         script=script,
-        data=_inert(data),
+        data=data,
     )
     return page.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be written
 
@@ -114,13 +116,6 @@ def _read(name: str) -> str:
 def _digest(text: str) -> str:
     """Return the source expression of a content security policy that allows this element."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _inert(data: str) -> str:
-    """Escape characters of JSON strings that an HTML parser or a script could act on."""
-    for character in "<>&\u2028\u2029":
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    return data
 
 
 def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def read_run(directory: Path) -> RunFiles:
     Raises:
         ConfigError: the directory has neither logs nor completions.
     """
-    checkpoints = sorted(_steps_of(directory.glob(f"checkpoint-*/{_STATE}")))
+    names = (path.parent.name for path in directory.glob(f"checkpoint-*/{_STATE}"))
+    checkpoints = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"checkpoint-(\d+)", name)))
     states = [directory / f"checkpoint-{step}" / _STATE for step in checkpoints[-1:]]
     states += [path for path in [directory / _STATE] if path.is_file()]
     state = _read_json(states[0]) if states else {}
@@ -77,7 +78,8 @@ def read_run(directory: Path) -> RunFiles:
     history = state.get("log_history")
     kept = [log for log in history if isinstance(log, dict)] if isinstance(history, list) else []
     logs = read_metrics(path) if path.is_file() else kept
-    completions = [row for folder in _folders(directory) for row in _read_completions(folder)]
+    folders = sorted(path for path in directory.glob("completions*") if path.is_dir())  # training first
+    completions = [row for folder in folders for row in _read_completions(folder)]
     if not logs and not completions:
         raise ConfigError(
             f"{str(directory)!r} is not the output directory of a run: it has no logs in {METRICS_FILE} "
@@ -93,12 +95,6 @@ def changes_of(directory: Path) -> list[tuple[str, int, int]]:
     names = (METRICS_FILE, _STATE, f"checkpoint-*/{_STATE}", "completions*/completions_*.parquet")
     files = [(path, path.stat()) for name in names for path in sorted(directory.glob(name))]
     return [(str(path), stat.st_mtime_ns, stat.st_size) for path, stat in files]
-
-
-def _steps_of(states: Iterator[Path]) -> Iterator[int]:
-    for state in states:
-        if found := re.fullmatch(r"checkpoint-(\d+)", state.parent.name):
-            yield int(found[1])
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -128,11 +124,6 @@ def _fast_paths(saved: Any) -> dict[str, str]:
 def _read_json(path: Path) -> dict[str, Any]:
     with boundary(ConfigError, f"reading {str(path)!r}"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _folders(directory: Path) -> list[Path]:
-    """Return the folders of parquet files: training first, then evaluations by name."""
-    return sorted(path for path in directory.glob("completions*") if path.is_dir())
 
 
 def _read_completions(folder: Path) -> Iterator[SavedCompletion]:

@@ -347,7 +347,12 @@ class Sweep:
                 answers = [error] * len(waiting)
             for run, answer in zip(waiting, answers, strict=True):
                 run.request, run.answer = None, answer
-        self._prune()
+        if self.pruning is not None:  # runs worse than the leader, once all have the scores of an evaluation
+            scores = {name: run.scores for name, run in self.runs.items()}
+            names = [run.name for run in self.runs.values() if run.is_active]
+            for found in self.pruning.losing_runs(scores, names):
+                logger.warning("%s; the run is stopped", found)
+                self.stop(found.name)
         self._rounds += 1
         print_rich(self.table_line(), soft_wrap=True)
 
@@ -434,15 +439,6 @@ class Sweep:
             status = "" if run.status == "running" else f" {run.status}"
             cells.append(f"{run.name} {run.state.global_step}: {reward}{status}")
         return f"{self._rounds:>5}  " + "  ".join(f"{cell:<{len(cell.split(':')[0]) + 8}}" for cell in cells)
-
-    def _prune(self) -> None:
-        """Stop the runs that are worse than the leader, once all runs have the scores of an evaluation."""
-        if self.pruning is None:
-            return
-        active = [run.name for run in self.runs.values() if run.is_active]
-        for found in self.pruning.losing_runs({name: run.scores for name, run in self.runs.items()}, active):
-            logger.warning("%s; the run is stopped", found)
-            self.stop(found.name)
 
     # Controls, from Python (a callback, another thread) and from another process.
 

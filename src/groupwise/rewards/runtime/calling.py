@@ -118,24 +118,18 @@ def call_rewards(
         RewardError: with "raise", a function raised, exceeded the time limit, or did not return one finite
             number, None or list of step rewards per completion.
     """
-
-    def arguments(function: Callable[..., Any]) -> dict[str, Any]:
-        given = {**reward_arguments(rollouts), **shared}  # fresh lists for every function
-        if getattr(function, "takes_row_ids", False):  # PartialReward matches rows by id
-            given["row_ids"] = rollouts.row_ids
-        if getattr(function, "takes_logprobs", False):
-            given["completion_logprobs"] = completion_logprobs
-        return given
-
     times_F: list[list[float]] = [[] for _ in functions]
+    invocations = []
+    for function, name, times in zip(functions, names, times_F, strict=True):
+        arguments = {**reward_arguments(rollouts), **shared}  # fresh lists for every function
+        if getattr(function, "takes_row_ids", False):  # PartialReward matches rows by id
+            arguments["row_ids"] = rollouts.row_ids
+        if getattr(function, "takes_logprobs", False):
+            arguments["completion_logprobs"] = completion_logprobs
+        invocations.append(reward_invocation(function, name, arguments, times))
     executor = CallExecutor(timeout, limited_by="reward_timeout", loop=loop)
     try:
-        futures = executor.run_all(
-            [
-                reward_invocation(function, name, arguments(function), times)
-                for function, name, times in zip(functions, names, times_F, strict=True)
-            ]
-        )
+        futures = executor.run_all(invocations)
     finally:
         if loop is None:
             executor.loop.close()
