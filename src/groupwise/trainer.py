@@ -538,9 +538,14 @@ class GRPOTrainer(
         )
 
     def num_tokens(self, inputs: MicroBatch) -> int:
+        """Return the number of input tokens of ``inputs``, padding included."""
         return inputs.num_tokens()
 
     def split_micro_batch(self, inputs: MicroBatch, *, for_cache: bool) -> list[MicroBatch]:
+        """Return the halves of ``inputs``, or with ``for_cache`` parts that run faster one after the other.
+
+        The losses of the parts add up to that of ``inputs``, which is returned alone if it cannot be split.
+        """
         on_cpu, computer = self.accelerator.device.type == "cpu", self.logprob_computer
         if self.micro_batch_budget.fixed or (for_cache and not on_cpu):  # fixed: no sum over rows
             return [inputs]
@@ -549,6 +554,7 @@ class GRPOTrainer(
         return [computer.prepare(part) for part in parts]
 
     def window_state(self) -> list[Stateful]:
+        """Return the components that a window changes besides gradients."""
         return [self.metrics["train"], Attribute(self.window, "entropy")]
 
     def floating_point_ops(self, inputs: Any) -> int:

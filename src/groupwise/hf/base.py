@@ -103,6 +103,14 @@ class BaseTrainer(Trainer):
     metrics: dict[str, MetricBuffer]
     reward_func_names: list[str]
     _components: dict[str, Stateful]  # by their name in checkpoints
+    # Methods of GRPOTrainer.
+    num_tokens: Callable[..., int]
+    split_micro_batch: Callable[..., list[MicroBatch]]
+    window_state: Callable[[], list[Stateful]]
+    fast_paths: Callable[[], list[FastPath]]
+    refresh_settings: Callable[..., None]
+    check_overrides: Callable[[], None]
+    _reset_run_state: Callable[[str | None], None]
     backend: GenerationBackend
     reference: Reference
     _tag_names: Sequence[str] = ()  # TRL's name: tags of a subclass in its model cards
@@ -163,39 +171,6 @@ class BaseTrainer(Trainer):
         self._unreported: list[tuple[Any, ...]] = []  # completions of the next log
         self.step_state = StepState(lambda: self.state.global_step, lambda: self._components)
         _add_callbacks(self, args)
-
-    # Implemented by GRPOTrainer.
-
-    def num_tokens(self, inputs: MicroBatch) -> int:
-        """Return the number of input tokens of `inputs`, padding included."""
-        raise NotImplementedError
-
-    def split_micro_batch(self, inputs: MicroBatch, *, for_cache: bool) -> list[MicroBatch]:
-        """Return the halves of `inputs`, or with `for_cache` parts that run faster one after the other.
-
-        The losses of the parts add up to that of `inputs`, which is returned alone if it cannot be split.
-        """
-        raise NotImplementedError
-
-    def window_state(self) -> list[Stateful]:
-        """Return the components that a window changes besides gradients."""
-        raise NotImplementedError
-
-    def fast_paths(self) -> list[FastPath]:
-        """Return what computes each part of the run, and why it is not the fast way."""
-        raise NotImplementedError
-
-    def refresh_settings(self, *, new_run: bool = False) -> None:
-        """Apply settings that a script or callback changed since the last step."""
-        raise NotImplementedError
-
-    def check_overrides(self) -> None:
-        """Refuse overrides of methods that this trainer does not call."""
-        raise NotImplementedError
-
-    def _reset_run_state(self, directory: str | None) -> None:
-        """Start a run from its beginning, or from the checkpoint in `directory`."""
-        raise NotImplementedError
 
     # Training.
 
