@@ -48,7 +48,7 @@ STEPS = 40
 #: Settings beside those that both share.
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 1e-5},
-    "lora": {"learning_rate": 1e-4},
+    "lora": {"learning_rate": 5e-4},
 }
 #: Arguments of the adapter.
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.workers import elastic_worker
 from support.workers.launch import run_ranks
 
@@ -18,11 +19,11 @@ CASES = ("sampled", "stream", "dynamic")
 PLANS = {"whole": [(1, 8)], "elastic": [(2, 2), (4, 5), (1, 8)]}
 
 
-def _run(directory: Path, plan: Sequence[tuple[int, int]], cases: Sequence[str]) -> str:
+def _run(directory: Path, plan: Sequence[tuple[int, int]], cases: Sequence[str], engine: str = "ddp") -> str:
     directory.mkdir()
     said = ""
     for processes, last in plan:
-        done = run_ranks(elastic_worker.__file__, directory, last, *cases, world_size=processes)
+        done = run_ranks(elastic_worker.__file__, directory, last, engine, *cases, world_size=processes)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         said += done.stderr
     return said
@@ -61,6 +62,22 @@ def test_the_log_goes_on(runs: Path, case: str) -> None:
             "num_tokens",
         }:  # sums and extremes are exact in a log that spans two numbers
             assert other[name] == pytest.approx(one[name]), name
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_sharded_parameters_resume_on_another_number_of_processes(
+    runs: Path, tmp_path: Path, engine: str
+) -> None:
+    """Two processes stop in the middle of a generation, four in that of the next one, and two go on."""
+    directory = tmp_path / engine
+    said = _run(directory, [(2, 2), (4, 5), (2, 6)], ["sampled"], engine)
+    assert "resumed on 4 processes, the checkpoint is of 2: gradient_accumulation_steps=1" in said
+    assert "resumed on 2 processes, the checkpoint is of 4: gradient_accumulation_steps=2" in said
+    expected = load_file(runs / "whole" / "sampled" / "checkpoint-6" / "model.safetensors")
+    for name, weight in torch.load(directory / "sampled" / "weights-6.pt").items():
+        torch.testing.assert_close(weight, expected[name], atol=2e-5, rtol=0, msg=name)
+    whole = [line for line in _lines(runs / "whole" / "sampled") if int(line.split()[1]) < 6]
+    assert sorted(_lines(directory / "sampled")) == sorted(whole)
 
 
 def _lines(directory: Path) -> list[str]:

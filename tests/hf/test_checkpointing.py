@@ -162,13 +162,12 @@ def test_state_comes_back(tmp_path: Path) -> None:
         assert (back["nested"], back["rank"]) == ({"coef": (0.5, None)}, rank)
 
 
-def test_sharded_state_of_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+def test_flat_parameters_of_another_number_of_processes_are_refused(tmp_path: Path) -> None:
     for written in (0, 1):
         save_state(str(tmp_path), written, 2, {})
-    with pytest.raises(
-        ConfigError, match="written by 2 processes and cannot be resumed with 3: model and opt"
-    ):
-        load_states(str(tmp_path), _of_rank(2, 3), {}, SimpleNamespace(distributed_type=DistributedType.FSDP))
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
+    with pytest.raises(ConfigError, match="written by 2 processes and cannot be resumed with 3 under FSDP 1"):
+        load_states(str(tmp_path), _of_rank(2, 3), {}, accelerator)
 
 
 def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:

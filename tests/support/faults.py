@@ -62,7 +62,7 @@ def kill_once(directory: Path, processes: int, attempt: int, draw: random.Random
     """Start the run and kill it at a random moment; returns a description of the moment."""
     began, target = progress(directory), draw.choice((0, 1, 1, 2))  # saves that are seen before the kill
     environment = {"ATTEMPT": str(attempt)}
-    command = elastic_worker.__file__, directory, 10_000, CASE
+    command = elastic_worker.__file__, directory, 10_000, "ddp", CASE
     scripts = start_ranks(*command, world_size=processes, environment=environment)
     started, seen, last = time.monotonic(), 0, began
     while seen < target and time.monotonic() < started + PATIENCE:
@@ -112,7 +112,7 @@ def run(directory: Path, kills: int, seed: int) -> Outcome:
     last = max((int(path.name.split("-")[1]) for path in (killed / CASE).glob("checkpoint-*")), default=0) + 2
     for place, number in ((killed, processes), (whole, 1)):
         environment = {"ATTEMPT": str(kills)}
-        command = elastic_worker.__file__, place, last, CASE
+        command = elastic_worker.__file__, place, last, "ddp", CASE
         done = run_ranks(*command, world_size=number, environment=environment, timeout=600)
         assert done.returncode == 0, done.stderr[-6000:]
     ours, theirs = rewarded(killed), rewarded(whole)

@@ -1,4 +1,7 @@
-"""Rollouts of several rows: the update of one row, forks as each row alone, counts of rollouts."""
+"""Rollouts of several rows: the update of one row, forks as each row alone, counts of rollouts.
+
+Files: ``core/row_weights.py``.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
 
 from groupwise.compat import transformers as compat_transformers
+from groupwise.compat.deepspeed import end_universal
 from groupwise.config.changes import resume_settings
 from groupwise.config.fields import UNPUBLISHED
 from groupwise.config.grpo_config import GRPOConfig
@@ -649,6 +650,8 @@ class BaseTrainer(Trainer):
         if checkpoint is not None and self.is_deepspeed_enabled:  # which loads weights by itself
             model = cast(nn.Module, self.model)
             checkpointing.check_loaded(checkpoint, model, self._digests_of(model))
+            plugin = self.accelerator.state.deepspeed_plugin
+            end_universal(self.model_wrapped, plugin, unwrapped_optimizer(self.optimizer))
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -13,18 +13,19 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from groupwise.compat.deepspeed import is_partitioned
+from groupwise.compat.deepspeed import convert_to_universal, expect_universal, is_partitioned
 from groupwise.compat.transformers import name_or_path, trainer_state_name
 from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.entropy import EntropyControl
 from groupwise.data.dynamic_sampling import LeftoverGroups
-from groupwise.distributed import is_sharded
+from groupwise.distributed import gather_or_raise
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import (
     CausalLM,
@@ -181,12 +182,22 @@ def load_states(
     saved, now = first["world_size"], config.world_size
     if saved == now:
         return [first if config.process_index == 0 else _load_state(directory, config.process_index)]
-    if is_sharded(accelerator):
+    is_fsdp = accelerator.distributed_type == DistributedType.FSDP
+    if is_fsdp and not accelerator.is_fsdp2:
         raise ConfigError(
-            f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now}: "
-            f"model and optimizer are sharded by DeepSpeed or FSDP; start {saved} processes"
+            f"checkpoint {directory!r} was written by {saved} processes and cannot be resumed with {now} "
+            f"under FSDP 1: start {saved} processes; FSDP 2, DeepSpeed and DDP can change their number"
         )
     fit_processes(config, before, first, directory)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # each process has saved its shard alone
+        failure = None
+        if config.should_save:
+            try:
+                convert_to_universal(directory)
+            except Exception as error:
+                failure = error
+        gather_or_raise(None, failure)
+        expect_universal(accelerator.state.deepspeed_plugin)
     return [first, *(_load_state(directory, rank) for rank in range(1, saved))]
 
 

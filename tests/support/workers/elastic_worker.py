@@ -1,10 +1,10 @@
 """Process of runs that stop and go on with another number of processes.
 
-    run_ranks(elastic_worker.py, OUTPUT_DIR, LAST_STEP, CASE..., world_size=N)
+    run_ranks(elastic_worker.py, OUTPUT_DIR, LAST_STEP, ENGINE, CASE..., world_size=N)
 
-Each case resumes in OUTPUT_DIR/CASE if that has a checkpoint, and stops after LAST_STEP. The first process
-writes weights-LAST_STEP.pt and log-LAST_STEP.json there; rows.txt has ATTEMPT (of the environment), step and
-prompt of every reward.
+ENGINE is that of ``sharding_worker``. Each case resumes in OUTPUT_DIR/CASE if that has a checkpoint, and
+stops after LAST_STEP. The first process writes weights-LAST_STEP.pt and log-LAST_STEP.json there; rows.txt
+has ATTEMPT (of the environment), step and prompt of every reward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from support.workers import sharding_worker
 from support.workers.distributed_worker import LETTERS, make_trainer, policy, prompts
 
 PATIENCE = 200
@@ -108,21 +109,25 @@ def make(directory: Path, last_step: int, **case: Any) -> Any:
     return trainer
 
 
-def main(output_dir: Path, last_step: int, cases: list[str]) -> None:
+def main(output_dir: Path, last_step: int, engine: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    sharding = sharding_worker.start(engine)
     for name in cases:
         directory = output_dir / name
         directory.mkdir(exist_ok=True)
-        trainer = make(directory, last_step, **CASES[name])
+        trainer = make(directory, last_step, **CASES[name], **sharding)
         resumes = any(directory.glob("checkpoint-*"))
         trainer.train(resume_from_checkpoint=resumes or None)
+        if engine.startswith("zero"):  # a later load, as of the best model, is of the engine's own form
+            assert not trainer.model_wrapped.load_universal_checkpoint()
+        weights = sharding_worker.whole_weights(trainer)
         if trainer.is_world_process_zero():
-            torch.save(trainer.model.state_dict(), directory / f"weights-{last_step}.pt")
+            torch.save(weights, directory / f"weights-{last_step}.pt")
             (directory / f"log-{last_step}.json").write_text(json.dumps(trainer.state.log_history))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:4], sys.argv[4:])

@@ -55,6 +55,19 @@ def use_fsdp_on_a_cpu() -> None:
     AcceleratorState.__init__ = choose
 
 
+def start(engine: str) -> dict[str, Any]:
+    """Prepare the process for a kind of sharding, and return its settings."""
+    if engine == "fsdp2":
+        use_fsdp_on_a_cpu()
+    if not engine.startswith("zero"):
+        return {}
+    from support.workers import deepspeed_worker
+
+    deepspeed_worker.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_worker.deepspeed.init_distributed("gloo")
+    return {"deepspeed": {**deepspeed_worker.zero(int(engine[-1])), "gradient_clipping": "auto"}}
+
+
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Gather the parameters of a trainer."""
     parameters = dict(trainer.model.named_parameters())
@@ -106,15 +119,7 @@ def resumed_adapter(run: Path, base: int, settings: dict[str, Any]) -> str:
 def main(output_dir: Path, engine: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    settings: dict[str, Any] = {}
-    if engine == "fsdp2":
-        use_fsdp_on_a_cpu()
-    elif engine.startswith("zero"):
-        from support.workers import deepspeed_worker
-
-        deepspeed_worker.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed_worker.deepspeed.init_distributed("gloo")
-        settings["deepspeed"] = {**deepspeed_worker.zero(int(engine[-1])), "gradient_clipping": "auto"}
+    settings = start(engine)
     run = output_dir / engine
     results = {}
     for name in names:
