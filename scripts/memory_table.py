@@ -28,10 +28,10 @@ def memory_section() -> str:
     lines = [
         "## Memory by model size",
         "",
-        "Computed by the formula of `groupwise doctor`, not measured: weights, gradients and the two states",
-        "of AdamW, float32 where they belong to trained weights; rank 16 on all linear layers. In 4 bits,",
-        "each 64 weights have a float32 scale; embeddings and norms are bfloat16. These are also",
-        "the sizes of SmolLM2-135M as loaded here.",
+        "Weights, gradients and the two states of AdamW, by the formula of `groupwise doctor`, not",
+        "measured. Trained weights, their gradients and states are float32. The adapter has rank 16, on all",
+        "linear layers. In 4 bits, each 64 weights have a float32 scale; embeddings and norms are bfloat16.",
+        "SmolLM2-135M, loaded here, has these sizes.",
         "",
         "| model | parameters | all weights, float32 | LoRA, float32 base | bfloat16 base "
         "| QLoRA, 4-bit base | adapter |",

@@ -32,7 +32,7 @@ def recipe_table() -> str:
     lines = [
         "![Accuracy in the training batch over optimizer steps, by recipe](images/recipes.svg)",
         "",
-        "| recipe | settings beside those of the script | seeds | accuracy in training, steps 11 to 15 "
+        "| recipe | added to the script | seeds | accuracy in training, steps 11 to 15 "
         "| held-out accuracy after 15 steps | processor s per step |",
         "|---|---|---|---|---|---|",
     ]
@@ -75,9 +75,9 @@ def adapter_table() -> str:
         f"{len(first['reward'])} steps of 64 completions, one thread of an",
         f"{first['conditions']['processor']},",
         "written by `scripts/record_runs.py adapters`",
-        "([`adapters.json`](../benchmarks/results/adapters.json)). One seed shows that both learn,",
-        "and does not rank them. Other learning rates of the adapter were not tried. The adapter saves",
-        "memory, not time of a CPU.",
+        "([`adapters.json`](../benchmarks/results/adapters.json)). One seed shows that both learn;",
+        "it does not rank them. Other learning rates of the adapter were not tried. On a CPU, the adapter",
+        "saves memory but no time.",
     ]
     return "\n".join(lines)
 
@@ -96,8 +96,8 @@ def first_sentence(page: str) -> str:
     every = f"steps 1 to {steps[0]}" if steps[0] != "1" else "the first step"
     time = f"{min(seconds):.0f} to {max(seconds):.0f}" if len(runs) > 1 else f"{seconds[0]:.0f}"
     return (
-        f"{_count(runs)}: mean reward {_list(first)} in {every}, {_list(last)} in the last log "
-        f"of {steps[-1]} steps; {time} processor seconds, {runs[0]['conditions']['processor']}."
+        f"{_count(runs)}: mean reward {_list(first)} in {every} and {_list(last)} in the last log "
+        f"of {steps[-1]} steps. A run takes {time} processor seconds ({runs[0]['conditions']['processor']})."
     )
 
 
@@ -118,7 +118,7 @@ def first_run(page: str) -> str:
     )  # tables of completions repeat the head
     lines = ["```text", *shown, "```", "", first_sentence(page)]
     if page == "agents":
-        lines += ["Recorded with SmolLM2-135M-Instruct and a chat template with tools instead of this model."]
+        lines += ["Recorded with SmolLM2-135M-Instruct and a chat template with tools, not the model above."]
     lines += [
         "Written by `scripts/record_runs.py first`",
         "([`first_runs.json`](../benchmarks/results/first_runs.json)), without the columns of times.",
@@ -138,7 +138,7 @@ def transcript(run: dict[str, Any]) -> list[str]:
         lines += ["```text", f"step {row['step'] + 1}, reward {row['right_price']:g}"]
         lines += [_turn(message) for message in [question, *row["completion"]]]
         lines += ["```", ""]
-    return [*lines, "Only an answer that names the price which was looked up has a reward."]
+    return [*lines, "Only an answer with the looked-up price is rewarded."]
 
 
 def _turn(message: dict[str, Any]) -> str:
