@@ -36,13 +36,14 @@ from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layout_choice import choose_layout
 from groupwise.policy.layouts import forked
-from groupwise.policy.layouts.check import probe_rows
+from groupwise.policy.layouts.check import check_layout, probe_rows
 from groupwise.policy.layouts.forked import (
     cannot_fork,
     compute_forked_logprobs,
     fork_sequences,
 )
 from groupwise.policy.layouts.packed import shape_of
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.records import SamplerSettings
@@ -152,6 +153,32 @@ def test_towers_in_half_precision_pass_the_check(name):
     computer = LogprobComputer("forked", LogprobHead("chunked"), explicit=True)
     computer(model, batch, with_entropy=False)
     assert computer.layout == "forked"
+
+
+def test_the_check_of_rows_with_images_keeps_the_activations_of_one_padded_row():
+    """In evaluation mode no layer is recomputed, and prompts with images are not shortened."""
+    model, batch = build_vision("qwen2_vl").eval(), completions_of_images("qwen2_vl")
+    sizes, saved = [], []
+
+    def begin(*_):
+        sizes.append(0)
+
+    def pack(tensor):
+        sizes[-1] += tensor.nbytes
+        return tensor
+
+    def compute(model, rows):  # in the place of a layout: all rows padded at once
+        saved.append(max(sizes))
+        return compute_padded_logprobs(model, rows, LogprobHead("chunked"), with_entropy=False).logps_BT
+
+    model.register_forward_pre_hook(begin)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        check = check_layout(
+            model, batch, LogprobHead("chunked"), compute, dtype=torch.float32, sharded=False
+        )
+    # Four rows alone, then all of them: their sums of log-probs and gradients are the same.
+    assert check.passed and len(sizes) == 5 and check.layout[0] < 1e-5 and check.layout[1] < 1e-4
+    assert saved[0] < sizes[-1] / 2
 
 
 def test_images_are_checked_where_they_come_after_text():

@@ -115,22 +115,28 @@ def check_layout(
         return compute_padded_logprobs(_model, _rows, head, with_entropy=False).logps_BT
 
     def exact(_model: nn.Module, _rows: TokenBatch) -> torch.Tensor:
-        with float32_computation(rows.prompt_ids_BL.device.type):
+        with float32_computation(_rows.prompt_ids_BL.device.type):
             return padded(_model, _rows, replace(head, fp32=True))
 
-    def measure(compute_logps: ComputeLogps) -> tuple[torch.Tensor, torch.Tensor]:
+    def measure(compute_logps: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs (B, T), zero on padding; and the gradient of their sum to the probes, flat."""
-        with torch.set_grad_enabled(bool(probes)):
-            logps_BT = compute_logps(inner, rows) * rows.completion_mask_BT  # padding holds any value
-            total = logps_BT.sum()
-        gradients = torch.autograd.grad(total, probes, allow_unused=True) if probes else ()
-        flat = [gradient.flatten().float() for gradient in gradients if gradient is not None]
-        return logps_BT.detach(), torch.cat(flat) if flat else logps_BT.new_zeros(0)
+        logps, gradient = [], torch.zeros(())
+        for part in parts:
+            with torch.set_grad_enabled(bool(probes)):
+                logps_BT = compute_logps(inner, part) * part.completion_mask_BT  # padding holds any value
+            logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
+            if logps_BT.requires_grad:  # not that of a text, if the vision tower alone is trained
+                of_part = torch.autograd.grad(logps_BT.sum(), probes, materialize_grads=True)
+                gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
+        return torch.cat(logps), gradient
 
+    # Prompts with images are whole, and no layer is recomputed in evaluation mode: the activations of one
+    # padded row at a time, beside those of the layout, which computes a prompt once.
+    each = [rows.select([row]) for row in range(len(rows))] if has_images(rows.images) else [rows]
     with evaluation_mode(model):
-        of_padded, of_layout = measure(padded), measure(compute)
+        of_padded, of_layout = measure(padded, each), measure(compute, [rows])
         # A third forward only where rounding is large.
-        true_logps_BT, true_gradient = measure(exact) if dtype in _HALF_PRECISION else of_padded
+        true_logps_BT, true_gradient = measure(exact, each) if dtype in _HALF_PRECISION else of_padded
     num_tokens = int(rows.completion_mask_BT.sum())
 
     def errors(logps_BT: torch.Tensor, gradient: torch.Tensor) -> Errors:
