@@ -124,9 +124,10 @@ def check_layout(
         for part in parts:
             with torch.set_grad_enabled(bool(probes)):
                 logps_BT = compute_logps(inner, part) * part.completion_mask_BT  # padding holds any value
+                total = logps_BT.sum()
             logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
-            if logps_BT.requires_grad:  # not that of a text, if the vision tower alone is trained
-                of_part = torch.autograd.grad(logps_BT.sum(), probes, materialize_grads=True)
+            if total.requires_grad:  # not that of a text, if the vision tower alone is trained
+                of_part = torch.autograd.grad(total, probes, materialize_grads=True)
                 gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
         return torch.cat(logps), gradient
 
