@@ -1,6 +1,6 @@
 """A run that is killed at random moments and goes on with another number of processes: one history.
 
-    python -m support.faults [--kills 50] [--seed 0]
+    python -m support.faults [--kills 50] [--seed 0] [--engine zero2]
     python -m support.faults --grid [--seeds 0 1 2]: faults × stages instead, see fault_grid.py
 
 SIGKILL ends one rank or all of them: at the start, while they sample, reward and train, and while they write
@@ -28,7 +28,8 @@ import torch
 from support.workers import elastic_worker
 from support.workers.launch import run_ranks, start_ranks
 
-NUMBERS = (1, 2, 4)
+#: Numbers of processes; FSDP shards over two or more.
+NUMBERS, OF_FSDP = (1, 2, 4), (2, 4)
 #: Seconds for the ranks beside a killed one to end, and for an attempt to reach the moment of its kill.
 GRACE, PATIENCE = 60.0, 200.0
 CASE = "faults"
@@ -58,11 +59,13 @@ def progress(directory: Path) -> str:
     return ""
 
 
-def kill_once(directory: Path, processes: int, attempt: int, draw: random.Random, outcome: Outcome) -> str:
+def kill_once(
+    directory: Path, engine: str, processes: int, attempt: int, draw: random.Random, outcome: Outcome
+) -> str:
     """Start the run and kill it at a random moment; returns a description of the moment."""
     began, target = progress(directory), draw.choice((0, 1, 1, 2))  # saves that are seen before the kill
     environment = {"ATTEMPT": str(attempt)}
-    command = elastic_worker.__file__, directory, 10_000, "ddp", CASE
+    command = elastic_worker.__file__, directory, 10_000, engine, CASE
     scripts = start_ranks(*command, world_size=processes, environment=environment)
     started, seen, last = time.monotonic(), 0, began
     while seen < target and time.monotonic() < started + PATIENCE:
@@ -96,23 +99,28 @@ def rewarded(directory: Path) -> dict[int, Counter[str]]:
     return {step: attempts[max(attempts)] for step, attempts in found.items()}
 
 
-def run(directory: Path, kills: int, seed: int) -> Outcome:
-    """Kill a run ``kills`` times, let it go on for two steps more, and compare it."""
+def run(directory: Path, kills: int, seed: int, engine: str = "ddp") -> Outcome:
+    """Kill a run ``kills`` times, let it go on for two steps more, and compare it.
+
+    Args:
+        engine: sharding of the killed run, as in ``sharding_worker``; the other one has none.
+    """
+    numbers = OF_FSDP if engine == "fsdp2" else NUMBERS
     draw, outcome = random.Random(seed), Outcome()
     killed, whole = directory / "killed", directory / "whole"
     killed.mkdir(parents=True)
     whole.mkdir()
-    processes = draw.choice(NUMBERS)
+    processes = draw.choice(numbers)
     for attempt in range(kills):
-        moment = kill_once(killed, processes, attempt, draw, outcome)
-        after = draw.choice([number for number in NUMBERS if number != processes])
+        moment = kill_once(killed, engine, processes, attempt, draw, outcome)
+        after = draw.choice([number for number in numbers if number != processes])
         outcome.lines.append(f"kill {attempt + 1}: {moment}, goes on with {after}")
         print(outcome.lines[-1], flush=True)
         processes = after
     last = max((int(path.name.split("-")[1]) for path in (killed / CASE).glob("checkpoint-*")), default=0) + 2
-    for place, number in ((killed, processes), (whole, 1)):
+    for place, number, sharding in ((killed, processes, engine), (whole, 1, "ddp")):
         environment = {"ATTEMPT": str(kills)}
-        command = elastic_worker.__file__, place, last, "ddp", CASE
+        command = elastic_worker.__file__, place, last, sharding, CASE
         done = run_ranks(*command, world_size=number, environment=environment, timeout=600)
         assert done.returncode == 0, done.stderr[-6000:]
     ours, theirs = rewarded(killed), rewarded(whole)
@@ -123,8 +131,9 @@ def run(directory: Path, kills: int, seed: int) -> Outcome:
     outcome.steps = [line["step"] for line in log if "loss" in line]
     weights, expected = (torch.load(place / CASE / f"weights-{last}.pt") for place in (killed, whole))
     outcome.difference = max((weights[n] - expected[n]).abs().max().item() for n in expected)
+    completions = sum(map(Counter.total, theirs.values()))
     outcome.lines.append(
-        f"seed {seed}: {kills} kills, {last} steps, {sum(map(Counter.total, theirs.values()))} completions; "
+        f"{engine}, seed {seed}: {kills} kills, {last} steps, {completions} completions; "
         f"{outcome.lost} lost, {outcome.doubled} doubled, {outcome.hangs} ranks hung, weights differ by "
         f"{outcome.difference:.1e} from those of a run of one process without kills"
     )
@@ -142,6 +151,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", default="ddp", help="zero1, zero2, zero3 or fsdp2, of the killed run")
     parser.add_argument("--grid", action="store_true", help="faults × stages instead of kills")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the grid")
     parser.add_argument(
@@ -154,4 +164,4 @@ if __name__ == "__main__":
 
         sys.exit(not fault_grid.main(options.seeds, options.only, without_server=options.without_server))
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(not is_one_history(run(Path(folder, "runs"), options.kills, options.seed)))
+        sys.exit(not is_one_history(run(Path(folder, "runs"), options.kills, options.seed, options.engine)))
