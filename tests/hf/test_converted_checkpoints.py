@@ -1,10 +1,12 @@
-"""Architectures whose checkpoints have other names than the model in memory: experts saved one by one."""
+"""Checkpoints with other weights than the model in memory: experts saved one by one, heads of MTP."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import runs
+from support.architectures import STATES, build
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from groupwise.errors import ConfigError
@@ -38,3 +40,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     trainer = runs.trainer(tmp_path, model=experts())
     with pytest.raises(ConfigError, match=r"lacks \d+ weights of a MixtralForCausalLM"):
         trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+
+
+def test_heads_of_multi_token_prediction_are_neither_trained_nor_saved(tmp_path):
+    """transformers does not load them."""
+    base = tmp_path / "base"
+    build(*STATES["qwen3_5"]).save_pretrained(base)
+    file = base / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.ones(4, 4)}, file, metadata={"format": "pt"})
+    run = runs.trainer(tmp_path / "run", model=str(base), max_steps=1, model_init_kwargs={"dtype": "float32"})
+    assert not any("mtp" in name for name, _ in run.model.named_parameters())
+    run.train()
+    run.save_model()
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert saved.keys() == load_file(file).keys() - {"mtp.fc.weight"}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import runs
+from support.architectures import STATES, build
 from transformers import BitsAndBytesConfig
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -88,3 +89,27 @@ def test_layouts_agree_and_a_resumed_run_repeats_the_run(tmp_path):
 
 def adapter(run: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
+
+
+def test_a_hybrid_model_in_4_bits_computes_each_prompt_once(tmp_path):
+    """Adapters on projections of linear attention, two steps in both layouts."""
+    build(*STATES["qwen3_5"]).save_pretrained(tmp_path / "base")
+    adapters = {}
+    for layout in ("forked", "padded"):
+        run = runs.trainer(
+            tmp_path / layout,
+            model=str(tmp_path / "base"),
+            model_init_kwargs={"quantization_config": FOUR, "dtype": "float32"},
+            peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["in_proj_qkv", "q_proj"]),
+            **{"max_steps": 2, "sequence_layout": layout, "learning_rate": 1e-3},
+        )
+        assert any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in run.model.modules())
+        run.train()
+        assert run.logprob_computer.layout == layout
+        adapters[layout] = {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
+    assert any("in_proj_qkv" in name for name in adapters["forked"])
+    moved = 0.0
+    for name, weight in adapters["forked"].items():
+        torch.testing.assert_close(weight, adapters["padded"][name], atol=1e-5, rtol=0, msg=name)
+        moved = max(moved, weight.abs().max().item() if "lora_B" in name else 0.0)
+    assert moved > 1e-4  # B begins at zero

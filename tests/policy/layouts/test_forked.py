@@ -230,6 +230,14 @@ def test_checkpoints_that_detach_the_cache_are_refused(tmp_path):
     assert path.choice == "padded" and "use_reentrant" in path.reason
 
 
+def test_a_compiled_model_is_padded_by_auto_and_refused_by_name(tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    path = trainer(tmp_path, model=build(*STATES["qwen3_5"]), **compiled).logprob_computer.paths[0]
+    assert path.choice == "padded" and "a compiled model takes no cache" in path.reason
+    with pytest.raises(ConfigError, match="'forked': a compiled model takes no cache"):
+        trainer(tmp_path, model=build(*STATES["qwen3_5"]), sequence_layout="forked", **compiled)
+
+
 def test_layers_that_fit_into_memory_are_kept_for_all_passes_together():
     model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
     expected = values_and_gradients(model, batch, compute)
