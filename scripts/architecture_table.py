@@ -1,11 +1,12 @@
-"""Table of architectures in ``docs/models.md``: layout, decoding loop and difference of a gradient.
+"""Table of architectures in ``docs/models.md``: layout, decoding loop, difference of a gradient, and cost.
 
     python scripts/architecture_table.py          # with the installed transformers; writes the table
 
 Every architecture is a small model of random float32 weights (``tests/support/architectures.py``). Its layout
 is what ``sequence_layout="auto"`` takes, after the check of a run; the gradient of a batch of groups is
 compared with the sum of the gradients of each completion alone, by the plain forward, without padding. Vision
-models get prompts of no, one and two images.
+models get prompts of no, one and two images. Operations and activations of a forward and backward pass are
+counted, in the layout and padded: they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import torch  # noqa: E402
 import transformers  # noqa: E402
 from support.architectures import (  # noqa: E402
     JAMBA,
@@ -32,6 +35,7 @@ from support.architectures import (  # noqa: E402
     completions_of_images,
     values_and_gradients,
 )
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from groupwise.generation.decoding import decoding_path  # noqa: E402
 from groupwise.policy.heads.capture import LogprobHead  # noqa: E402
@@ -42,8 +46,34 @@ START, END = "<!-- written by scripts/architecture_table.py -->", "<!-- end of t
 NAMES = {**RIGHT, **STATES, "jamba": JAMBA, "mamba": MAMBA, **VISION}
 
 
-def row_of(name: str) -> tuple[str, str, str, str, str]:
-    """Return class, layout, decoding loop, difference of the gradient, and what is against a faster way."""
+#: A prompt of 40 tokens with 8 completions of 12; those with images are the batch of the gradient.
+GROUP = ((40, (12,) * 8),)
+
+
+def cost_of(model: Any, batch: Any, layout: str) -> tuple[int, int]:
+    """Return operations of matrix products in a forward and backward pass, and bytes kept between them.
+
+    Weights do not count; nothing is recomputed.
+    """
+    computer, kept = LogprobComputer(layout, LogprobHead("chunked")), {}
+    computer.checked = computer.checked_images = True
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            total = computer(model, batch, with_entropy=False).logps_BT.sum()
+        total.backward()
+    return counter.get_total_flops(), sum(kept.values())
+
+
+def row_of(name: str) -> tuple[str, ...]:
+    """Return class, layout, decoding loop, difference of the gradient, cost, what is against a faster way."""
     model = (build_vision(name) if name in VISION else build(*NAMES[name])).eval()  # experts may add noise
     path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
     computer = LogprobComputer(path.choice, LogprobHead("chunked"))
@@ -59,12 +89,18 @@ def row_of(name: str) -> tuple[str, str, str, str, str]:
         of_layout = of_layout._replace(reason="its state cannot be continued by several tokens")
     reasons = [of_layout.reason] if of_layout.choice == "padded" else []
     reasons += [] if decoding.reason in of_layout.reason else [decoding.reason]
+    costs = ("-", "-")
+    if of_layout.choice != "padded":
+        group = batch if name in VISION else completions(GROUP, pad=0)
+        own, padded = (cost_of(model, group, layout) for layout in (of_layout.choice, "padded"))
+        costs = tuple(f"{one / other:.2f}" for one, other in zip(own, padded, strict=True))
     kind = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", "", type(model).__name__)
     return (
         kind + (", sliding window" if "sliding" in name else ", images" if name in VISION else ""),
         f"`{of_layout.choice}`",
         decoding.choice if not decoding.reason else "`generate`",
         f"{error:.0e}",
+        *costs,
         "; ".join(reasons),
     )
 
@@ -75,8 +111,9 @@ def table() -> str:
     lines = [
         f"transformers {version('transformers')}, torch {version('torch')}, float32, CPU:",
         "",
-        "| architecture | layout | decoding | gradient, relative difference | why not faster |",
-        "|---|---|---|---|---|",
+        "| architecture | layout | decoding | gradient, relative difference | operations | activations "
+        "| why not faster |",
+        "|---|---|---|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
     return "\n".join(lines)
