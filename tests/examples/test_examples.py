@@ -301,6 +301,28 @@ def test_every_pod_of_the_jobset_trains_and_resumes(slurm_job, tmp_path, monkeyp
     assert ("--resume_from_checkpoint true" in launched) is has_checkpoint
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_every_node_of_the_skypilot_job_trains_and_resumes(slurm_job, tmp_path, monkeypatch, has_checkpoint):
+    job = yaml.safe_load((EXAMPLES / "skypilot" / "train.yaml").read_text())
+    ((place, _),) = job["volumes"].items()
+    gpus, nodes = int(job["resources"]["accelerators"].partition(":")[2]), job["num_nodes"]
+    for name, value in {
+        **{"NUM_NODES": nodes, "NODE_RANK": 1, "NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_GPUS_PER_NODE": gpus},
+    }.items():
+        monkeypatch.setenv(f"SKYPILOT_{name}", str(value))
+    if has_checkpoint:
+        (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "calls").write_text("groupwise vllm-serve\n")  # a fake trainer waits for one
+    assert job["run"].count(f"cd {place}\n") == 1
+    subprocess.run(
+        ["bash", "-c", job["run"].replace(f"cd {place}\n", f"cd {tmp_path}\n")], check=True, timeout=60
+    )
+    launched = (tmp_path / "calls").read_text().splitlines()[-1]
+    assert f"--num_machines {nodes} --machine_rank 1 --num_processes {nodes * gpus} " in launched
+    assert "--main_process_ip 10.0.0.1 " in launched
+    assert ("--resume_from_checkpoint true" in launched) is has_checkpoint
+
+
 def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
     from groupwise.commands.cli import main
 
