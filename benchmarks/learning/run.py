@@ -141,7 +141,7 @@ ABLATIONS = {
 }
 #: A sub-agent in a row of its own, and the same turns in one row with the request between them.
 AGENTS = {
-    name: Cell(rollout=rollout, max_steps=10, settings={"max_completion_length": 96})
+    name: Cell(rollout=rollout, max_steps=20, settings={"max_completion_length": 96})
     for name, rollout in (("sub_agent", "two_rows"), ("one_conversation", "one_row"))
 }
 CELLS = {**METHODS, **ABLATIONS, **AGENTS}
