@@ -128,7 +128,7 @@ def test_every_cell_is_a_valid_configuration(tmp_path):
         config = run.config(cell, run.Scale(), 3, str(tmp_path))
         ablation = name in run.ABLATIONS
         half = name == "trl" or (ablation and config.num_iterations == 1)
-        assert config.max_steps == (10 if name in run.AGENTS else 15 if half else 30), name
+        assert config.max_steps == (20 if name in run.AGENTS else 15 if half else 30), name
         assert (config.seed, config.data_seed) == (103 if ablation else 3, 3), name
         stored = cell.source in ("solutions", "filtered", "pairs")
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
