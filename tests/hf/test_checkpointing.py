@@ -27,6 +27,7 @@ from support.runs import policy, prompts, trainer
 from transformers import TrainerCallback
 
 from groupwise import GRPOConfig
+from groupwise.config.changes import take_snapshot
 from groupwise.errors import ConfigError
 from groupwise.hf import run_directory
 from groupwise.hf.checkpointing import check_loaded, load_states, save_policy, save_state
@@ -168,6 +169,17 @@ def test_flat_parameters_of_another_number_of_processes_are_refused(tmp_path: Pa
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
     with pytest.raises(ConfigError, match="written by 2 processes and cannot be resumed with 3 under FSDP 1"):
         load_states(str(tmp_path), _of_rank(2, 3), {}, accelerator)
+
+
+def test_shards_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
+    """As those of an optimizer without Adam's moments; here the engine's files are missing."""
+    config = GRPOConfig(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, bf16=False)
+    settings = {"generation_batch_size": 8, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+    for written in (0, 1):
+        save_state(str(tmp_path), written, 2, {"settings": settings})
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(ConfigError, match=r"cannot convert .* of 2 processes for 1 .*; start 2 processes"):
+        load_states(str(tmp_path), config, take_snapshot(config), accelerator)
 
 
 def test_a_directory_without_state_is_refused(tmp_path: Path) -> None:

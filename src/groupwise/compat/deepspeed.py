@@ -49,9 +49,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def convert_to_universal(directory: str) -> None:
-    """Write the universal form of a checkpoint into it, once: parameters whole, for any number of processes.
+    """Write the universal form of a checkpoint into it, once: whole parameters, for any number of processes.
 
-    It takes the place of the weights and of the optimizer state in float32 once more.
+    It is as large as weights and optimizer state in float32.
     """
     from deepspeed.checkpoint.ds_to_universal import main
 

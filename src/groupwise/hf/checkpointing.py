@@ -174,7 +174,7 @@ def load_states(
 
     Raises:
         ConfigError: the checkpoint was written by another trainer, another version, or a number of processes
-            whose batch the present ones cannot form.
+            whose batch the present ones cannot form, or whose shards DeepSpeed cannot convert.
     """
     if directory is None:
         return []
@@ -194,8 +194,11 @@ def load_states(
         if config.should_save:
             try:
                 convert_to_universal(directory)
-            except Exception as error:
-                failure = error
+            except Exception as cause:  # as for an optimizer without the two moments of Adam
+                failure = ConfigError(
+                    f"DeepSpeed cannot convert checkpoint {directory!r} of {saved} processes for {now} "
+                    f"({cause!r}); start {saved} processes"
+                )
         gather_or_raise(None, failure)
         expect_universal(accelerator.state.deepspeed_plugin)
     return [first, *(_load_state(directory, rank) for rank in range(1, saved))]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,19 +119,7 @@ def check_layout(
         with float32_computation(_rows.prompt_ids_BL.device.type):
             return padded(_model, _rows, replace(head, fp32=True))
 
-    def measure(compute_logps: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs (B, T), zero on padding; and the gradient of their sum to the probes, flat."""
-        logps, gradient = [], torch.zeros(())
-        for part in parts:
-            with torch.set_grad_enabled(bool(probes)):
-                logps_BT = compute_logps(inner, part) * part.completion_mask_BT  # padding holds any value
-                total = logps_BT.sum()
-            logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
-            if total.requires_grad:  # not that of a text, if the vision tower alone is trained
-                of_part = torch.autograd.grad(total, probes, materialize_grads=True)
-                gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
-        return torch.cat(logps), gradient
-
+    measure = partial(_measure, inner, probes)
     # Prompts with images are whole, and no layer is recomputed in evaluation mode: the activations of one
     # padded row at a time, beside those of the layout, which computes a prompt once.
     each = [rows.select([row]) for row in range(len(rows))] if has_images(rows.images) else [rows]
@@ -146,6 +135,22 @@ def check_layout(
         return of_logps.item(), ((gradient - true_gradient).norm() / norm).item()
 
     return LayoutCheck(errors(*of_layout), errors(*of_padded), dtype, num_tokens)
+
+
+def _measure(
+    model: nn.Module, probes: list[nn.Parameter], compute_logps: ComputeLogps, parts: list[TokenBatch]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
+    logps, gradient = [], torch.zeros(())
+    for part in parts:
+        with torch.set_grad_enabled(bool(probes)):
+            logps_BT = compute_logps(model, part) * part.completion_mask_BT  # padding holds any value
+            total = logps_BT.sum()
+        logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
+        if total.requires_grad:  # not that of a text, if the vision tower alone is trained
+            of_part = torch.autograd.grad(total, probes, materialize_grads=True)
+            gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
+    return torch.cat(logps), gradient
 
 
 def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
