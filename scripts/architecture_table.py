@@ -109,7 +109,8 @@ def table() -> str:
     """Return the table for the installed versions."""
     rows = sorted(row_of(name) for name in NAMES if NAMES[name][0] is not None)
     lines = [
-        f"transformers {version('transformers')}, torch {version('torch')}, float32, {torch.get_num_threads()} threads of a CPU:",
+        f"transformers {version('transformers')}, torch {version('torch')}, float32, "
+        f"{torch.get_num_threads()} threads of a CPU:",
         "",
         "| architecture | layout | decoding | gradient, relative difference | operations | activations "
         "| why not faster |",
