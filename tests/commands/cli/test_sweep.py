@@ -90,13 +90,18 @@ def test_a_failed_run_is_an_exit_code(run_file, capsys):
 
 
 def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
-    settings = {"max_steps": 50, "save_strategy": "steps", "save_steps": 100}
+    """No run reaches its last step: however slow the commands are, each finds the runs training."""
+    settings = {"max_steps": 1_000_000, "save_strategy": "steps", "save_steps": 1_000_000}
     sweep, _, _ = make_sweep(["--config", run_file(runs=RUNS, lora=LORA, **settings)])
     answers: list[object] = []
 
-    def control() -> None:
-        while not sweep.runs["low"].state.global_step:
+    def wait_for_a_step(name: str, step: int = 0) -> None:
+        while sweep.runs[name].state.global_step <= step:
+            assert sweep.runs[name].is_active
             time.sleep(0.05)
+
+    def control() -> None:
+        wait_for_a_step("low")
         answers.append(main(["sweep", "out", "--stop", "high"]))
         answers.append(main(["sweep", "out", "--resume", "low"]))
         clone = ["sweep", "out", "--clone", "low", "twin", "--set"]
@@ -105,12 +110,21 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
         answers.append(main([*clone, "name=x"]))
         answers.append(main([*clone, "weight_decay=0.1"]))
         answers.append(main([*clone, "max_steps=1"]))
-        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=50"]))
+        begins = sweep.runs["low"].state.global_step
+        answers.append(main([*clone, "learning_rate=1e-3", "max_steps=2_000_000"]))
         while sweep.runs["low"].clones:
             time.sleep(0.05)
-        sweep.stop("low")
+        wait_for_a_step("twin", begins)
 
-    thread = threading.Thread(target=control)
+    def control_and_stop() -> None:
+        try:
+            control()
+        finally:  # also after a failure: the sweep ends when no run is active
+            for run in list(sweep.runs.values()):
+                if run.is_active:
+                    sweep.stop(run.name)
+
+    thread = threading.Thread(target=control_and_stop)
     thread.start()
     sweep.run()
     thread.join()
@@ -122,10 +136,11 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
         *("'name' is no setting", "'weight_decay' cannot be changed", "nearest valid:"),
     ):
         assert message in captured.err
-    assert {name: run.status for name, run in sweep.runs.items()} == {
-        **{"low": "stopped", "high": "stopped", "twin": "finished"}
-    }
-    assert sweep.runs["twin"].args.learning_rate == 1e-3
+    assert {name: run.status for name, run in sweep.runs.items()} == dict.fromkeys(
+        ("low", "high", "twin"), "stopped"
+    )
+    twin = sweep.runs["twin"]
+    assert twin.args.learning_rate == 1e-3 and twin.state.global_step > 1
 
 
 def test_commands_without_a_sweep(tmp_path, capsys):

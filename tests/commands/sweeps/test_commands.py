@@ -53,10 +53,14 @@ def test_a_command_without_a_sweep_is_refused(tmp_path):
 
 
 def test_a_sweep_that_ends_leaves_no_command_waiting(tmp_path):
-    ended = threading.Timer(0.2, lambda: lock.__exit__(None, None, None))
+    def end_with_a_command_waiting() -> None:
+        while not list(tmp_path.glob("_commands/*.json")):
+            time.sleep(0.01)
+        lock.__exit__(None, None, None)
+
     lock = sweep_lock(tmp_path)
     lock.__enter__()
-    ended.start()
+    threading.Thread(target=end_with_a_command_waiting, daemon=True).start()
     with pytest.raises(ConfigError, match="ended before"):
         send_command(tmp_path, {"action": "stop", "name": "low"}, 0.01)
 
