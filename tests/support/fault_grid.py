@@ -3,7 +3,8 @@
     python -m support.faults --grid [--seeds 0 1 2] [--only hang/reward SIGKILL …] [--without_server]
 
 A cell trains on two gloo processes; its fault hits one of them at a stage. The seed chooses the rank, the
-step and the method of the stage. Generation, sync and evaluation use one vLLM server, behind a proxy.
+step and the method of the stage. Generation, sync and evaluation use one vLLM server, behind a proxy. On a
+busy machine set TIME_LIMIT_SCALE, which multiplies all time limits (4 where eight programs share a core).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from support.workers import fault_worker
 from support.workers.launch import start_ranks
 
 #: Seconds in which the other ranks end by themselves after the first one, and in which a first one ends.
-GRACE, BOUND = fault_worker.DDP_TIMEOUT + 15.0, 80.0
+GRACE, BOUND = fault_worker.DDP_TIMEOUT + 15.0 * fault_worker.SCALE, 80.0 * fault_worker.SCALE
 SAME, DOWN, SAVED = "same history", "down, resumed", "saved, resumed"
 NO_REQUEST, NO_SERVER = "no HTTP request in this stage", "not run without a server"
 #: Faults whose victim never ends; the launcher kills it when another rank has failed.

@@ -32,10 +32,12 @@ from groupwise import GRPOTrainer
 from groupwise.generation.vllm import transfer
 from support import engine_runs, runs
 
+#: Multiplies all time limits, for a busy machine.
+SCALE = float(os.environ.get("TIME_LIMIT_SCALE", 1))
 #: Seconds after which a process that hangs prints its stack and ends: the harness takes that for a hang.
-PATIENCE = 90
+PATIENCE = 90 * SCALE
 #: Time limits of a collective, of a server without progress, and of a reward function, seconds.
-DDP_TIMEOUT, SERVER_TIMEOUT, REWARD_TIMEOUT = 8, 4.0, 4.0
+DDP_TIMEOUT, SERVER_TIMEOUT, REWARD_TIMEOUT = round(8 * SCALE), 4.0 * SCALE, 4.0 * SCALE
 #: An undisturbed stage of the tiny model takes about 30 ms.
 SLOW = 3.0
 #: A SIGTERM in the save of step 3 acts at the end of step 4.
