@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.workers import elastic_worker
 from support.workers.launch import run_ranks
 
@@ -17,6 +16,12 @@ pytestmark = pytest.mark.distributed
 CASES = ("sampled", "stream", "dynamic")
 #: (processes, step to stop after); generations begin at steps 1, 4 and 7 of "sampled".
 PLANS = {"whole": [(1, 8)], "elastic": [(2, 2), (4, 5), (1, 8)]}
+#: Cases of an engine that shards parameters.
+SHARDED = {
+    "zero2": ["sampled"],
+    "zero3": ["sampled", "LoRA", "bf16"],
+    "fsdp2": ["sampled", "LoRA"],
+}
 
 
 def _run(directory: Path, plan: Sequence[tuple[int, int]], cases: Sequence[str], engine: str = "ddp") -> str:
@@ -64,20 +69,43 @@ def test_the_log_goes_on(runs: Path, case: str) -> None:
             assert other[name] == pytest.approx(one[name]), name
 
 
-@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of one process without sharding."""
+    directory = tmp_path_factory.mktemp("alone") / "runs"
+    _run(directory, [(1, 6)], [*SHARDED["zero3"], "float32"])
+    return directory
+
+
+@pytest.mark.parametrize("engine", SHARDED)
 def test_sharded_parameters_resume_on_another_number_of_processes(
-    runs: Path, tmp_path: Path, engine: str
+    alone: Path, tmp_path: Path, engine: str
 ) -> None:
     """Two processes stop in the middle of a generation, four in that of the next one, and two go on."""
     directory = tmp_path / engine
-    said = _run(directory, [(2, 2), (4, 5), (2, 6)], ["sampled"], engine)
+    said = _run(directory, [(2, 2), (4, 5), (2, 6)], SHARDED[engine], engine)
     assert "resumed on 4 processes, the checkpoint is of 2: gradient_accumulation_steps=1" in said
     assert "resumed on 2 processes, the checkpoint is of 4: gradient_accumulation_steps=2" in said
-    expected = load_file(runs / "whole" / "sampled" / "checkpoint-6" / "model.safetensors")
-    for name, weight in torch.load(directory / "sampled" / "weights-6.pt").items():
-        torch.testing.assert_close(weight, expected[name], atol=2e-5, rtol=0, msg=name)
-    whole = [line for line in _lines(runs / "whole" / "sampled") if int(line.split()[1]) < 6]
-    assert sorted(_lines(directory / "sampled")) == sorted(whole)
+    if "bf16" in SHARDED[engine]:
+        _run(tmp_path / "unbroken", [(2, 6)], ["bf16"], engine)
+    for case in SHARDED[engine]:
+        expected, limit = _weights(alone, case, "weights-6"), 2e-5
+        if case == "bf16":
+            # Twice the rounding error of one process: two errors of that size differ by their sum at most.
+            exact = _weights(alone, "float32", "weights-6")
+            limit = 2 * max((expected[name] - exact[name]).abs().max().item() for name in exact)
+            expected = _weights(tmp_path / "unbroken", case, "weights-6")
+        for name, weight in _weights(directory, case, "weights-6").items():
+            torch.testing.assert_close(weight, expected[name], atol=limit, rtol=0, msg=f"{case}, {name}")
+        for step in (2, 5):  # the float32 weights of the optimizer are whole, in bf16 too
+            saved = _weights(directory, case, f"weights-{step}")
+            for name, weight in _weights(directory, case, f"loaded-{step}").items():
+                assert torch.equal(weight, saved[name]), (case, step, name)
+        assert sorted(_lines(directory / case)) == sorted(_lines(alone / case))
+
+
+def _weights(directory: Path, case: str, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(directory / case / f"{name}.pt")
 
 
 def _lines(directory: Path) -> list[str]:

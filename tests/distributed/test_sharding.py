@@ -1,6 +1,6 @@
-"""FSDP2 on two CPU processes: the updates of one process, resuming, the saved model.
+"""Sharded parameters on two and four CPU processes: the updates of one process, resuming, the saved model.
 
-A script, sharding_table, runs every case under every kind of sharding.
+A script, sharding_table, runs every case under every kind of sharding, in float32 and bf16.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CASES = ("all", "LoRA", "sync_ref_model")
 
 
 def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
-    done = run_ranks(worker.__file__, tmp_path, "fsdp2", *CASES, timeout=290)
+    done = run_ranks(worker.__file__, tmp_path, "fsdp2", 2, *CASES, "resumed", "refused", timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = torch.load(tmp_path / "fsdp2.pt", weights_only=True)
     for case in CASES:
         assert not isinstance(results[case], str), results[case]
-        alone = worker.update(tmp_path / "alone", case, processes=1)
+        alone = worker.update(tmp_path / "alone", case, processes=1, total=2)
         assert results[case].keys() == alone.keys()
         for name, weight in results[case].items():
             torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
@@ -52,6 +52,44 @@ def check_refusals(results: dict[str, Any]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_zero_compares_loaded_weights_with_the_checkpoint(tmp_path: Path, engine: str) -> None:
-    done = run_ranks(worker.__file__, tmp_path, engine, timeout=290)
+    done = run_ranks(worker.__file__, tmp_path, engine, 2, "refused", timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     check_refusals(torch.load(tmp_path / f"{engine}.pt", weights_only=True))
+
+
+def of_ranks(directory: Path, processes: int, engine: str, *cases: str) -> dict[str, Any]:
+    """Return the weights after the cases of four processes, or of one with the rows of four."""
+    folder = directory / f"{processes}"
+    folder.mkdir()
+    done = run_ranks(worker.__file__, folder, engine, 4, *cases, world_size=processes, timeout=290)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return torch.load(folder / f"{engine}.pt", weights_only=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_zero3_on_four_processes_trains_as_one_process_does(tmp_path: Path) -> None:
+    cases = "all", "LoRA"
+    results = of_ranks(tmp_path, 4, "zero3", *cases)
+    for case in cases:
+        alone = worker.update(tmp_path / "alone", case, processes=1, total=4)
+        assert results[case].keys() == alone.keys()
+        for name, weight in results[case].items():
+            torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
+
+
+def test_fsdp2_in_bf16_differs_by_rounding_from_one_process(tmp_path: Path) -> None:
+    """Two runs whose rounding errors are those of one process differ by the sum of the errors at most.
+
+    The error of one process is its difference from float32.
+    """
+    cases = "all", "gradient clipping"
+    four, one = (of_ranks(tmp_path, number, "fsdp2, bf16", *cases) for number in (4, 1))
+    start = worker.worker.policy().state_dict()
+    for case in cases:
+        exact = worker.update(tmp_path / "alone", case, processes=1, total=4)
+        off, error, moved = (
+            max((found[case][name] - expected[name]).abs().max().item() for name in exact)
+            for found, expected in ((four, one[case]), (one, exact), (one, start))
+        )
+        assert error > 2e-6, case  # above the limit of float32
+        assert off <= 2 * error < 0.1 * moved, case

@@ -17,6 +17,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import safe_get_full_fp32_param
 
 from groupwise.records import SamplingOptions
 from support.workers import distributed_worker as worker
@@ -40,9 +41,14 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Gather the parameters; in bf16 those that the optimizer updates, in float32, where it has them."""
     parameters = dict(trainer.model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        return {name: weight.detach().clone() for name, weight in parameters.items()}
+        weights = {name: weight.detach().clone() for name, weight in parameters.items()}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            weights[name] = safe_get_full_fp32_param(parameter).clone()
+    return weights
 
 
 def main(stage: int, output_dir: Path) -> None:

@@ -3,8 +3,9 @@
     run_ranks(elastic_worker.py, OUTPUT_DIR, LAST_STEP, ENGINE, CASE..., world_size=N)
 
 ENGINE is that of ``sharding_worker``. Each case resumes in OUTPUT_DIR/CASE if that has a checkpoint, and
-stops after LAST_STEP. The first process writes weights-LAST_STEP.pt and log-LAST_STEP.json there; rows.txt
-has ATTEMPT (of the environment), step and prompt of every reward.
+stops after LAST_STEP. The first process writes weights-LAST_STEP.pt and log-LAST_STEP.json there, and
+loaded-STEP.pt with the weights of a resumed run before its first step; rows.txt has ATTEMPT (of the
+environment), step and prompt of every reward.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from support.workers import sharding_worker
@@ -45,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
         "max_steps": 10_000,
     },
     "dynamic": {"dynamic_sampling": True, "loss_type": "grpo"},
+    "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1},
+    "bf16": {"bf16": True},
+    "float32": {},  # bf16 without its rounding
 }
 
 
@@ -75,6 +80,18 @@ class Stop(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.note(f"save {state.global_step}")
         control.should_training_stop = state.global_step >= self.step
+
+
+class Loaded(TrainerCallback):
+    """Write the weights with which a resumed run begins."""
+
+    def __init__(self, trainer: Any, directory: Path) -> None:
+        self.trainer, self.directory = trainer, directory
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = sharding_worker.whole_weights(self.trainer)
+        if state.is_world_process_zero:
+            torch.save(weights, self.directory / f"loaded-{state.global_step}.pt")
 
 
 def make(directory: Path, last_step: int, **case: Any) -> Any:
@@ -118,6 +135,8 @@ def main(output_dir: Path, last_step: int, engine: str, cases: list[str]) -> Non
         directory.mkdir(exist_ok=True)
         trainer = make(directory, last_step, **CASES[name], **sharding)
         resumes = any(directory.glob("checkpoint-*"))
+        if resumes:
+            trainer.add_callback(Loaded(trainer, directory))
         trainer.train(resume_from_checkpoint=resumes or None)
         if engine.startswith("zero"):  # a later load, as of the best model, is of the engine's own form
             assert not trainer.model_wrapped.load_universal_checkpoint()

@@ -1,10 +1,12 @@
 """Process of runs under one kind of sharding on a CPU; the first one writes OUTPUT_DIR/ENGINE.pt.
 
-    run_ranks(sharding_worker.py, OUTPUT_DIR, ENGINE, CASE..., world_size=N)
+    run_ranks(sharding_worker.py, OUTPUT_DIR, ENGINE, TOTAL, CASE..., world_size=N)
 
-ENGINE: ddp, zero1, zero2, zero3 or fsdp2. The result has the weights after the steps of each case of fixed
-completions, and under "whole" and "resumed" those of a run that samples, and of one that resumes within it.
-"refused" has the error of an adapter that is resumed on another base model, "" if there is none.
+ENGINE: ddp, zero1, zero2, zero3 or fsdp2; "zero3, bf16" trains in bfloat16. The result has the weights after
+the steps of each case of fixed completions; N is TOTAL, or 1: one process with the rows of TOTAL. Two more
+cases: "resumed" gives, under "whole" and "resumed", the weights of a run that samples, and of one that is
+resumed in it; "refused" gives the errors of an adapter that is resumed on its own base model, "", and on
+another one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from groupwise.errors import ConfigError
 from support.workers import distributed_worker as worker
 
 FILE = Path(__file__).parents[3] / "examples" / "accelerate" / "fsdp2.yaml"
-PATIENCE = 280
+PATIENCE = float(os.environ.get("PATIENCE", 280))
+#: Completions of a micro-batch on all processes; groups of 4 on 2 and 4 processes with 6 and 3 rows.
+ROWS = 12
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in worker.OBJECTIVES},
     **{layout: {"sequence_layout": layout} for layout in ("padded", "packed", "shared_prefix", "forked")},
@@ -46,56 +50,75 @@ def use_fsdp_on_a_cpu() -> None:
         os.environ[name.upper()] = str(value)
     chosen = AcceleratorState.__init__
 
+    if os.environ.get("WORLD_SIZE") == "1":  # accelerate starts no group for one process
+        torch.distributed.init_process_group("gloo")
+
     def choose(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         chosen(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
+        if torch.distributed.is_initialized():
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin()
+            if self._mixed_precision != "no":
+                self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
 
     AcceleratorState.__init__ = choose
 
 
 def start(engine: str) -> dict[str, Any]:
     """Prepare the process for a kind of sharding, and return its settings."""
+    engine, _, dtype = engine.partition(", ")
+    settings: dict[str, Any] = {"bf16": True} if dtype else {}
     if engine == "fsdp2":
         use_fsdp_on_a_cpu()
     if not engine.startswith("zero"):
-        return {}
+        return settings
     from support.workers import deepspeed_worker
 
     deepspeed_worker.deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_worker.deepspeed.init_distributed("gloo")
-    return {"deepspeed": {**deepspeed_worker.zero(int(engine[-1])), "gradient_clipping": "auto"}}
+    stage = {
+        **deepspeed_worker.zero(int(engine[-1])),
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    return {**settings, "deepspeed": stage}
 
 
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Gather the parameters of a trainer."""
+    """Gather the parameters of a trainer, in float32 those that the optimizer updates."""
     parameters = dict(trainer.model.named_parameters())
     if trainer.is_deepspeed_enabled:
         from support.workers import deepspeed_worker
 
         return deepspeed_worker.whole_weights(trainer)
     if trainer.is_fsdp_enabled:
-        assert all(parameter.to_local().numel() < parameter.numel() for parameter in parameters.values())
+        alone = torch.distributed.get_world_size() == 1
+        assert alone or all(part.to_local().numel() < part.numel() for part in parameters.values())
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
         for name, value in parameters.items()
     }
 
 
-def update(output_dir: Path, name: str, rows: int = 6, processes: int = 2, **settings: Any) -> Any:
-    """Weights after the steps of a case; ``processes=1`` takes the rows of two."""
+def update(output_dir: Path, name: str, processes: int, total: int, **settings: Any) -> Any:
+    """Return the weights after the steps of a case.
+
+    Args:
+        processes: of this run.
+        total: processes that the rows of an optimizer step are divided by; one process takes the rows of all.
+    """
     case = dict(CASES[name])
-    micro_batches = case.get("accumulate", 1) * (2 // processes)
+    micro_batches = case.get("accumulate", 1) * (total // processes)
     given = {"max_steps": 4, **case, **settings}
     return worker.update(
-        output_dir, rows=rows, micro_batches=micro_batches, read_weights=whole_weights, **given
+        output_dir, rows=ROWS // total, micro_batches=micro_batches, read_weights=whole_weights, **given
     )
 
 
 def sampled(output_dir: Path, **settings: Any) -> Any:
     """A run that samples, with a checkpoint in the middle of a generation's use."""
-    batches = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2}
+    size = 8 // int(os.environ["WORLD_SIZE"])
+    batches = {"per_device_train_batch_size": size, "num_generations": 2, "steps_per_generation": 2}
     saving = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     return worker.make_trainer(output_dir, learning_rate=1e-2, **batches, **saving, **settings)
 
@@ -116,28 +139,31 @@ def resumed_adapter(run: Path, base: int, settings: dict[str, Any]) -> str:
     return ""
 
 
-def main(output_dir: Path, engine: str, names: list[str]) -> None:
+def main(output_dir: Path, engine: str, total: int, names: list[str]) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    settings = start(engine)
+    settings, size = start(engine), int(os.environ["WORLD_SIZE"])
     run = output_dir / engine
     results = {}
-    for name in names:
+    for name in filter(CASES.__contains__, names):
         try:
-            results[name] = update(run, name, **settings)
+            results[name] = update(run, name, size, total, **settings)
         except ConfigError as error:  # of all ranks
             results[name] = f"refused: {error}"
-    whole = sampled(run / "whole", **settings)
-    whole.train()
-    resumed = sampled(run / "resumed", **settings)
-    resumed.train(resume_from_checkpoint=str(run / "whole" / "checkpoint-2"))
-    results["whole"], results["resumed"] = whole_weights(whole), whole_weights(resumed)
-    resumed.save_model(str(run / "saved"))
-    results["refused"] = [resumed_adapter(run, base, settings) for base in (0, 1)]
-    if torch.distributed.get_rank() == 0:
+    if "resumed" in names:
+        whole = sampled(run / "whole", **settings)
+        whole.train()
+        resumed = sampled(run / "resumed", **settings)
+        resumed.train(resume_from_checkpoint=str(run / "whole" / "checkpoint-2"))
+        results["whole"], results["resumed"] = whole_weights(whole), whole_weights(resumed)
+        resumed.save_model(str(run / "saved"))
+    if "refused" in names:
+        results["refused"] = [resumed_adapter(run, base, settings) for base in (0, 1)]
+    if os.environ["RANK"] == "0":
         torch.save(results, output_dir / f"{engine}.pt")
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
