@@ -133,9 +133,13 @@ DATA = [
         ("batch.select(local[rank]) if local[rank] else None", "None"),
         ("rows=total / world_size", "rows=total"),
         ("(total - num_computed) / world_size", "num_computed / world_size"),
-        ('input_tokens(range(total), "packed") / world_size', 'input_tokens(range(num_computed), "packed")'),
-        ("shape.padding(part, layout) for", 'shape.padding(part, "padded") for'),
-        ("input_tokens(part, layout) for", 'input_tokens(part, "shared_prefix") for'),
+        (
+            "(sum(shape.prompts) + sum(shape.completions)) / world_size",
+            "sum(shape.prompts) + sum(shape.completions)",
+        ),
+        ("padded, padded - tokens", "padded, padded"),
+        ("return tokens, 0", "return tokens, tokens"),
+        ("layout_tokens(shape, part, layout) for", 'layout_tokens(shape, part, "shared_prefix") for'),
         ("float(self.computed_tokens)", "float(self.tokens)"),
         ("if budget.world_size > 1:\n        for", "if budget.world_size > 2:\n        for"),
         ("range(start, start + micro_batch_size)", "range(start, len(tokens))"),
@@ -163,11 +167,6 @@ DATA = [
         ('"entropy_mask_BT", "entropy_weights_BT"', '"entropy_mask_BT"'),
     ),
     *edits_of(
-        "policy/layouts/packed.py",
-        ("return self.prompts[rows[0]] + sum(", "return sum(", REBALANCING),
-        ("if repeats and shared:", "if repeats:", REBALANCING),
-    ),
-    *edits_of(
         "data/exchange.py",
         ("buffer, joined, received, sent)", "buffer, joined, sent, received)", EXCHANGE),
         (
@@ -179,6 +178,8 @@ DATA = [
     *edits_of(
         "records/tensors.py",
         ("ids_BT.shape, axis.fill", "ids_BT.shape, 0.0", REBALANCING),
+        ("return self.prompts[rows[0]] + sum(", "return sum(", REBALANCING),
+        ("if repeats and shared:", "if repeats:", REBALANCING),
     ),
     *edits_of(
         "records/serialization.py",

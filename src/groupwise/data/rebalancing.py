@@ -32,11 +32,14 @@ import torch
 
 from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.data.budget import MicroBatchBudget
-from groupwise.policy.layouts.packed import SHARES_PROMPTS, Shape, shape_of
 from groupwise.records import MicroBatch, TokenBatch
+from groupwise.records.tensors import Shape, shape_of
 
 #: Row indices of every micro-batch: ``plan[rank][micro_batch]``.
 Plan = list[list[list[int]]]
+
+#: Layouts in which rows that share a prompt must stay together for it to be computed once.
+SHARES_PROMPTS = ("shared_prefix", "forked")
 
 _CACHE_TOKENS = 1024  # of one part on a CPU; a single group may have more
 
@@ -236,14 +239,30 @@ def _window_stats(
 ) -> WindowStats:
     """Count rows and tokens of all ranks in equal shares, computed tokens of this rank."""
     total = len(shape.prompts)  # N rows of all ranks; ``shape`` has no others
-    computed = sum(shape.input_tokens(part, layout) for part in parts)
+    counts = [layout_tokens(shape, part, layout) for part in parts]
     return WindowStats(
         rows=total / world_size,
         skipped_rows=(total - num_computed) / world_size,
-        tokens=shape.input_tokens(range(total), "packed") / world_size,
-        computed_tokens=computed,
-        padding_tokens=sum(shape.padding(part, layout) for part in parts),
+        tokens=(sum(shape.prompts) + sum(shape.completions)) / world_size,
+        computed_tokens=sum(tokens for tokens, _ in counts),
+        padding_tokens=sum(padding for _, padding in counts),
     )
+
+
+def layout_tokens(shape: Shape, rows: Sequence[int], layout: str) -> tuple[int, int]:
+    """Return the input tokens of a micro-batch of ``rows`` in a layout, and the padding among them."""
+    tokens = sum(shape.prompts[row] + shape.completions[row] for row in rows)
+    if layout == "padded":  # every row is as long as the longest prompt and the longest completion
+        length = max((shape.prompts[row] for row in rows), default=0)
+        padded = len(rows) * (length + max((shape.completions[row] for row in rows), default=0))
+        return padded, padded - tokens
+    if layout == "packed":
+        return tokens, 0
+    if layout == "forked":
+        from groupwise.policy.layouts.forked import count_tokens  # loaded by the runs that have it
+
+        return count_tokens(shape, rows)
+    return sum(shape.group_tokens(group) for group in shape.groups_of(rows)), 0
 
 
 def rows_needing_logps(

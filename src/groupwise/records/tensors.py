@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -191,6 +192,55 @@ class TokenBatch:
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths of the sequences of a micro-batch, on the host.
+
+    prompts, completions: number of tokens of each row.
+    repeats: True for rows with the same prompt as the row before.
+    """
+
+    prompts: list[int]
+    completions: list[int]
+    repeats: list[bool]
+
+    def groups(self, *, shared: bool = True) -> list[list[int]]:
+        """Return runs of consecutive rows with the same prompt; every row alone unless ``shared``."""
+        runs: list[list[int]] = []
+        for row, repeats in enumerate(self.repeats):
+            if repeats and shared:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        return runs
+
+    def group_tokens(self, rows: Sequence[int]) -> int:
+        """Return the number of tokens of rows that share a prompt, which counts once."""
+        return self.prompts[rows[0]] + sum(self.completions[row] for row in rows)
+
+    def groups_of(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the runs of ``rows`` with the same prompt."""
+        kept = set(rows)  # other rows of a group are in other micro-batches
+        groups = ([row for row in group if row in kept] for group in self.groups())
+        return [group for group in groups if group]
+
+
+def shape_of(batch: TokenBatch) -> Shape:
+    """Return lengths and repeated prompts of ``batch``, in a single transfer from the device."""
+    ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
+    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)  # (B - 1,), padding compares equal too
+    if batch.images is not None:  # rows of one text may have other images
+        equal = [one.has_same_arrays(other) for one, other in pairwise(batch.images)]
+        same &= torch.tensor(equal, dtype=torch.bool, device=same.device)
+    repeats = F.pad(same, (1, 0))  # (B,), False for the first row
+    # (3, B): one transfer to the host, not three.
+    columns = torch.stack([mask.sum(-1), batch.completion_mask_BT.sum(-1), repeats.long()])
+    prompts, completions, flags = columns.tolist()
+    if batch.contexts is not None:  # of a rollout of several rows: tokens of no other rollout
+        completions = [sum(counts) for counts in zip(completions, batch.context_tokens(), strict=True)]
+    return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 
 @dataclass(frozen=True, kw_only=True)

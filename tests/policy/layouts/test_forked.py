@@ -31,6 +31,7 @@ from support.architectures import (
 from support.runs import trainer
 
 from groupwise.compat.transformers import supports_cache_in_checkpoints
+from groupwise.data.rebalancing import layout_tokens
 from groupwise.errors import ConfigError
 from groupwise.generation.decoding import decoding_path
 from groupwise.policy.heads.capture import LogprobHead
@@ -42,11 +43,11 @@ from groupwise.policy.layouts.forked import (
     compute_forked_logprobs,
     fork_sequences,
 )
-from groupwise.policy.layouts.packed import shape_of
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.records import SamplerSettings
+from groupwise.records.tensors import shape_of
 
 pytestmark = pytest.mark.skipif(
     not supports_cache_in_checkpoints(), reason="caches of this version of transformers cannot be forked"
@@ -281,12 +282,12 @@ def test_tokens_are_counted_as_they_are_computed():
     # first passes: 2 prompts of 2 tokens, 1 of 8; further passes: blocks of (45), (7 4 2 1), (2 0), (3 1)
     expected = 2 * 2 + 8 + 45 + 4 * 7 + 2 * 2 + 2 * 3
     shape, rows = shape_of(batch), range(len(batch))
-    assert fork_sequences(batch).num_tokens() == expected == shape.input_tokens(rows, "forked")
-    assert shape.padding(rows, "forked") == 45 + 4 * 7 + 2 * 2 + 2 * 3 - (4 + 1 + 7 + 2 + 0 + 3 + 1 + 45 + 2)
+    padding = 45 + 4 * 7 + 2 * 2 + 2 * 3 - (4 + 1 + 7 + 2 + 0 + 3 + 1 + 45 + 2)
+    assert fork_sequences(batch).num_tokens() == expected
+    assert layout_tokens(shape, rows, "forked") == (expected, padding)
     some = [1, 2, 7]  # the rest of their groups are in other micro-batches
-    assert (
-        fork_sequences(batch.select(some)).num_tokens() == shape.input_tokens(some, "forked") == 4 + 45 + 14
-    )
+    count, _ = layout_tokens(shape, some, "forked")
+    assert fork_sequences(batch.select(some)).num_tokens() == count == 4 + 45 + 14
 
 
 def test_truncated_distributions_and_the_temperature_are_those_of_each_row():

@@ -50,11 +50,11 @@ from groupwise.policy.introspection import (
     multimodal_part,
     unwrapped,
 )
-from groupwise.policy.layouts.packed import Shape, shape_of
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
 from groupwise.records.images import has_images, join_images
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
+from groupwise.records.tensors import Shape, shape_of
 
 #: Methods by which a forward pass writes to a layer of its cache.
 _UPDATES = ("update", "update_conv_state", "update_recurrent_state")

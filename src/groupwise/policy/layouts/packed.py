@@ -52,9 +52,7 @@ from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_log
 from groupwise.policy.introspection import base_model
 from groupwise.records import LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
-
-#: Layouts in which rows that share a prompt must stay together for it to be computed once.
-SHARES_PROMPTS = ("shared_prefix", "forked")
+from groupwise.records.tensors import shape_of
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 _NEVER = torch.iinfo(torch.int32).max  # position of a padded key: after every query
@@ -177,81 +175,6 @@ class PackedSequences:
     def num_tokens(self) -> int:
         """Return the number of input tokens."""
         return self.token_ids_1S.numel()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Lengths of the sequences of a micro-batch, on the host.
-
-    prompts, completions: number of tokens of each row.
-    repeats: True for rows with the same prompt as the row before.
-    """
-
-    prompts: list[int]
-    completions: list[int]
-    repeats: list[bool]
-
-    def groups(self, *, shared: bool = True) -> list[list[int]]:
-        """Return runs of consecutive rows with the same prompt; every row alone unless ``shared``."""
-        runs: list[list[int]] = []
-        for row, repeats in enumerate(self.repeats):
-            if repeats and shared:
-                runs[-1].append(row)
-            else:
-                runs.append([row])
-        return runs
-
-    def group_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens of rows that share a prompt, which counts once."""
-        return self.prompts[rows[0]] + sum(self.completions[row] for row in rows)
-
-    def input_tokens(self, rows: Sequence[int], layout: str) -> int:
-        """Return the number of input tokens of a micro-batch of ``rows`` in a layout, padding included."""
-        if layout == "padded":  # every row is as long as the longest prompt and the longest completion
-            length = max((self.prompts[row] for row in rows), default=0)
-            return len(rows) * (length + max((self.completions[row] for row in rows), default=0))
-        if layout == "packed":
-            return sum(self.prompts[row] + self.completions[row] for row in rows)
-        if layout == "forked":
-            return _passes(self, rows)[0]
-        return sum(self.group_tokens(group) for group in self.groups_of(rows))
-
-    def padding(self, rows: Sequence[int], layout: str) -> int:
-        """Return the number of padding tokens among the input tokens."""
-        if layout == "forked":
-            return _passes(self, rows)[1]
-        if layout == "padded":
-            return self.input_tokens(rows, layout) - self.input_tokens(rows, "packed")
-        return 0
-
-    def groups_of(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the runs of ``rows`` with the same prompt."""
-        kept = set(rows)  # other rows of a group are in other micro-batches
-        groups = ([row for row in group if row in kept] for group in self.groups())
-        return [group for group in groups if group]
-
-
-def _passes(shape: Shape, rows: Sequence[int]) -> tuple[int, int]:
-    """Return input tokens and padding of the layout `forked`."""
-    from groupwise.policy.layouts.forked import count_tokens
-
-    return count_tokens(shape, rows)
-
-
-def shape_of(batch: TokenBatch) -> Shape:
-    """Return lengths and repeated prompts of ``batch``, in a single transfer from the device."""
-    ids, mask = batch.prompt_ids_BL, batch.prompt_mask_BL
-    same = ((ids[1:] == ids[:-1]) & (mask[1:] == mask[:-1])).all(-1)  # (B - 1,), padding compares equal too
-    if batch.images is not None:  # rows of one text may have other images
-        equal = [one.has_same_arrays(other) for one, other in pairwise(batch.images)]
-        same &= torch.tensor(equal, dtype=torch.bool, device=same.device)
-    repeats = F.pad(same, (1, 0))  # (B,), False for the first row
-    # (3, B): one transfer to the host, not three.
-    columns = torch.stack([mask.sum(-1), batch.completion_mask_BT.sum(-1), repeats.long()])
-    prompts, completions, flags = columns.tolist()
-    if batch.contexts is not None:  # of a rollout of several rows: tokens of no other rollout
-        completions = [sum(counts) for counts in zip(completions, batch.context_tokens(), strict=True)]
-    return Shape(prompts, completions, [bool(flag) for flag in flags])
 
 
 def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> PackedSequences:
