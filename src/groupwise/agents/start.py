@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest, empty_prompt
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.prompt_checks import context_length
 from groupwise.distributed import any_rank
 from groupwise.errors import ConfigError
 from groupwise.generation.base import GenerationBackend
+from groupwise.policy.introspection import context_length
 from groupwise.records import RolloutFunction
 from groupwise.threads import CallExecutor
 from groupwise.tokenization.prompts import Prompt

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.prompt_checks import PromptCheck, context_length, known_prompts
+from groupwise.data.prompt_checks import PromptCheck, known_prompts
 from groupwise.errors import ConfigError, warn_once
-from groupwise.policy.introspection import text_config
+from groupwise.policy.introspection import context_length, text_config
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
 from groupwise.tokenization.prompts import Prompt, prompt_digest

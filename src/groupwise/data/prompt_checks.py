@@ -6,14 +6,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError
-from groupwise.policy.introspection import text_config
+from groupwise.policy.introspection import Context
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
     Message,
@@ -36,13 +35,6 @@ logger = logging.getLogger(__name__)
 _JSON_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 #: Upper bound of the tokens that a chat template adds to a message.
 _MESSAGE_TOKENS = 64
-
-
-class Context(NamedTuple):
-    """Maximum number of prompt and completion tokens, and the setting that it comes from."""
-
-    tokens: int
-    setting: str
 
 
 class PromptCheck:
@@ -261,15 +253,6 @@ def _shape(prompt: Prompt) -> object:
     if is_conversational(prompt):
         return tuple((message["role"], type(message.get("content"))) for message in prompt)
     return None if cast(str, prompt).isspace() else str
-
-
-def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
-    """Return the limit of prompt and completion tokens; None if there is none."""
-    limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
-    if chosen_backend(config) == "colocate":
-        limits["vllm_max_model_length"] = config.vllm_max_model_length
-    known = {name: tokens for name, tokens in limits.items() if tokens is not None}
-    return min((Context(tokens, name) for name, tokens in known.items()), default=None)
 
 
 def known_prompts(dataset: Any) -> Iterable[Any] | None:

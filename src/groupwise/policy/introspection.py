@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
@@ -18,6 +18,7 @@ from transformers.utils import find_adapter_config_file
 
 from groupwise.compat.torch import WRAPPER_NAMES
 from groupwise.compat.transformers import name_or_path
+from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError, boundary
 from groupwise.tokenization.images import image_token_id
 
@@ -110,6 +111,22 @@ def text_config(model: str | PreTrainedModel, args: GRPOConfig) -> PretrainedCon
     """Return the config of the language model; for a Hub id or directory, only the config is loaded."""
     config = load_config(model, args) if isinstance(model, str) else model.config
     return config.get_text_config(decoder=True)
+
+
+class Context(NamedTuple):
+    """Maximum number of prompt and completion tokens, and the setting that it comes from."""
+
+    tokens: int
+    setting: str
+
+
+def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
+    """Return the limit of prompt and completion tokens; None if there is none."""
+    limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
+    if chosen_backend(config) == "colocate":
+        limits["vllm_max_model_length"] = config.vllm_max_model_length
+    known = {name: tokens for name, tokens in limits.items() if tokens is not None}
+    return min((Context(tokens, name) for name, tokens in known.items()), default=None)
 
 
 def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:

@@ -30,10 +30,10 @@ from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
-from groupwise.data.prompt_checks import context_length, text_problem
+from groupwise.data.prompt_checks import text_problem
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
-from groupwise.policy.introspection import load_config, text_config
+from groupwise.policy.introspection import context_length, load_config, text_config
 from groupwise.policy.loading import load_processing_class
 from groupwise.policy.quantization import check_quantization
 from groupwise.rewards.runtime.loading import check_columns, check_rewards
