@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -15,14 +14,13 @@ from groupwise.errors import ConfigError
 from groupwise.policy.introspection import Context
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
-    Message,
     Prompt,
-    generation_options,
     is_conversational,
+    render_chat,
+    text_problem,
     tokenize_prompt,
 )
 from groupwise.tokenization.text import (
-    content_blocks,
     message_text,
     replace_surrogates,
     text_tokenizer,
@@ -31,8 +29,6 @@ from groupwise.tokenization.text import (
 
 logger = logging.getLogger(__name__)
 
-#: Beginning of a list of messages that was written as a text.
-_JSON_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 #: Upper bound of the tokens that a chat template adds to a message.
 _MESSAGE_TOKENS = 64
 
@@ -121,12 +117,13 @@ class PromptCheck:
         A chat template decides by the roles and the kinds of content, so that one chat of each shape is
         rendered; so is every prompt that may have a token without an embedding.
         """
+        with_images = is_processor(self.processing_class)
         try:
-            given = prompt if is_processor(self.processing_class) else as_rendered(prompt)
+            given = prompt if with_images else as_rendered(prompt)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         if isinstance(prompt, str):
-            problem = text_problem(self.tokenizer, prompt, adds_bos=not is_processor(self.processing_class))
+            problem = text_problem(self.tokenizer, prompt, adds_bos=not with_images)
             if problem and problem not in self.problems:
                 self.problems.add(problem)
                 logger.warning("%s: %s", where, problem)
@@ -143,8 +140,15 @@ class PromptCheck:
         shape = _shape(given)
         if shape in self.rendered_shapes and not self._may_lack_embedding(given):
             return
-        text = self._render_chat(given, where) if is_conversational(given) else given
-        if is_processor(self.processing_class):  # the tokens of images are known only after processing them
+        text = given
+        if is_conversational(given):
+            try:
+                text = render_chat(
+                    self.processing_class, given, self.template_kwargs, with_images=with_images
+                )
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
+        if with_images:  # the tokens of images are known only after processing them
             ids, is_empty = [], not text
         else:
             ids = tokenize_prompt(self.tokenizer, given, self.template_kwargs)
@@ -163,38 +167,6 @@ class PromptCheck:
             )
         if shape is not None:
             self.rendered_shapes.add(shape)
-
-    def _render_chat(self, messages: list[Message], where: str) -> str:
-        """Return a chat as the text of its template, images included as tokens.
-
-        Raises:
-            ConfigError: there is no template, it fails, or it prints a list of content blocks.
-        """
-        kind = type(self.processing_class).__name__
-        if not (
-            self.template_kwargs.get("chat_template") or getattr(self.processing_class, "chat_template", None)
-        ):
-            raise ConfigError(
-                f"{where}: the prompt is a list of messages, but the {kind} has no chat template; set "
-                "processing_class.chat_template, pass the tokenizer of a chat model, or make prompts strings"
-            )
-        with_images = is_processor(self.processing_class)
-        chat = [{**m, "content": content_blocks(m)} for m in messages] if with_images else messages
-        options = generation_options(messages, self.template_kwargs)
-        try:
-            text = str(cast(Any, self.processing_class).apply_chat_template(chat, tokenize=False, **options))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        else:
-            blocks = [m["content"] for m in messages if isinstance(m.get("content"), list)]
-            if with_images or not any(str(content) in text for content in blocks):
-                return text
-            reason = "it prints a list of content blocks instead of its text"
-        raise ConfigError(
-            f"{where}: the chat template of the {kind} cannot render the prompt ({reason}): "
-            f"{messages!r:.200}; change the messages (templates of text models take strings as "
-            "content), or set processing_class.chat_template"
-        )
 
     def _may_lack_embedding(self, prompt: Prompt) -> bool:
         if not self.unembedded or self.is_other_vocabulary:
@@ -225,27 +197,6 @@ class PromptCheck:
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
                 + "or lower max_completion_length"
             )
-
-
-def text_problem(tokenizer: PreTrainedTokenizerBase, prompt: str, *, adds_bos: bool = True) -> str:
-    """Return what is probably wrong with a prompt that is a text, and the way out; empty for most texts.
-
-    Args:
-        adds_bos: the tokenizer is called with its special tokens.
-    """
-    if _JSON_CHAT.match(prompt):
-        return (
-            f"the prompt is a string that looks like a list of messages, {prompt!r:.80}: it is sampled as "
-            "text, without the chat template; convert the column, for example with json.loads"
-        )
-    bos = tokenizer.bos_token
-    starts_with_bos = adds_bos and bos and prompt.startswith(bos)
-    if starts_with_bos and tokenizer(prompt)["input_ids"][:2] == [tokenizer.bos_token_id] * 2:
-        return (
-            f"the prompt begins with {bos!r}, and the tokenizer adds another one; remove it from the column, "
-            "or make prompts lists of messages"
-        )
-    return ""
 
 
 def _shape(prompt: Prompt) -> object:

@@ -1,20 +1,25 @@
-"""Tokenize prompts and format completions; a prompt is plain text or a list of chat messages."""
+"""Render and tokenize prompts, format completions; a prompt is plain text or a list of chat messages."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from groupwise.tokenization.text import content_text, message_text
+from groupwise.errors import ConfigError
+from groupwise.tokenization.text import content_blocks, content_text, message_text
 
 #: A chat message ``{"role": ..., "content": ...}``; the content is a string or a list of content blocks.
 Message = dict[str, Any]
 
 Prompt = str | list[Message]
+
+#: Beginning of a list of messages that was written as a text.
+_JSON_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 
 
 def is_conversational(prompt: Prompt) -> TypeGuard[list[Message]]:
@@ -84,6 +89,63 @@ def tokenize_prompt(
         encoded = tokenizer(cast(str, prompt))
     ids = list(cast(dict[str, list[int]], encoded)["input_ids"])
     return ids if max_length is None else ids[-max_length:]
+
+
+def render_chat(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    messages: list[Message],
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    with_images: bool = False,
+) -> str:
+    """Return a chat as the text of its template; ``with_images``: that of a processor, images as tokens.
+
+    Raises:
+        ConfigError: there is no template, it fails, or it prints a list of content blocks.
+    """
+    kind = type(processing_class).__name__
+    if not ((template_kwargs or {}).get("chat_template") or getattr(processing_class, "chat_template", None)):
+        raise ConfigError(
+            f"the prompt is a list of messages, but the {kind} has no chat template; set "
+            "processing_class.chat_template, pass the tokenizer of a chat model, or make prompts strings"
+        )
+    chat = [{**m, "content": content_blocks(m)} for m in messages] if with_images else messages
+    options = generation_options(messages, template_kwargs)
+    try:
+        text = str(cast(Any, processing_class).apply_chat_template(chat, tokenize=False, **options))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        blocks = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+        if with_images or not any(str(content) in text for content in blocks):
+            return text
+        reason = "it prints a list of content blocks instead of its text"
+    raise ConfigError(
+        f"the chat template of the {kind} cannot render the prompt ({reason}): "
+        f"{messages!r:.200}; change the messages (templates of text models take strings as "
+        "content), or set processing_class.chat_template"
+    )
+
+
+def text_problem(tokenizer: PreTrainedTokenizerBase, prompt: str, *, adds_bos: bool = True) -> str:
+    """Return what is probably wrong with a prompt that is a text, and the way out; empty for most texts.
+
+    Args:
+        adds_bos: the tokenizer is called with its special tokens.
+    """
+    if _JSON_CHAT.match(prompt):
+        return (
+            f"the prompt is a string that looks like a list of messages, {prompt!r:.80}: it is sampled as "
+            "text, without the chat template; convert the column, for example with json.loads"
+        )
+    bos = tokenizer.bos_token
+    starts_with_bos = adds_bos and bos and prompt.startswith(bos)
+    if starts_with_bos and tokenizer(prompt)["input_ids"][:2] == [tokenizer.bos_token_id] * 2:
+        return (
+            f"the prompt begins with {bos!r}, and the tokenizer adds another one; remove it from the column, "
+            "or make prompts lists of messages"
+        )
+    return ""
 
 
 def format_completion(prompt: Prompt, text: str, template_kwargs: Mapping[str, Any] | None = None) -> Prompt:

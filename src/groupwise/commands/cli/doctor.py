@@ -30,7 +30,6 @@ from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
-from groupwise.data.prompt_checks import text_problem
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
 from groupwise.policy.introspection import context_length, load_config, text_config
@@ -38,7 +37,7 @@ from groupwise.policy.loading import load_processing_class
 from groupwise.policy.quantization import check_quantization
 from groupwise.rewards.runtime.loading import check_columns, check_rewards
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.prompts import is_conversational, tokenize_prompt
+from groupwise.tokenization.prompts import is_conversational, text_problem, tokenize_prompt
 from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
