@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -14,6 +13,7 @@ from groupwise.core.metrics import Metrics
 from groupwise.errors import BackendError, boundary
 from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
+from groupwise.tokenization.text import is_truncated
 
 _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")  # of a row
 
@@ -121,11 +121,6 @@ def _completions(
         for row in rows
     ]
     return [row["prompt_ids"] for row in rows], completions, columns, {}
-
-
-def is_truncated(token_ids: Sequence[int], end_tokens: frozenset[int]) -> bool:
-    """Return True for a completion that does not end in an end token."""
-    return not token_ids or token_ids[-1] not in end_tokens
 
 
 def _ends_of_rollouts(name: str, rollout_ids: Any, num_rollouts: int) -> list[int]:

@@ -21,8 +21,8 @@ from itertools import pairwise, takewhile
 from typing import Any
 
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.generation.rollout_func import is_truncated
 from groupwise.records import Completion
+from groupwise.tokenization.text import is_truncated
 
 
 @dataclass

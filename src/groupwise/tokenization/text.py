@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from groupwise.errors import ConfigError
@@ -116,6 +116,11 @@ def end_tokens(config: object, tokenizer: PreTrainedTokenizerBase | None = None)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
     tokens = [*(of_model if isinstance(of_model, Sequence) else [of_model]), of_tokenizer]
     return sorted({token for token in tokens if token is not None})
+
+
+def is_truncated(token_ids: Sequence[int], end_tokens: Collection[int]) -> bool:
+    """Return True for a completion that does not end in an end token."""
+    return not token_ids or token_ids[-1] not in end_tokens
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, owner: str) -> None:

@@ -45,6 +45,7 @@ from groupwise.records import (
 from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.metrics import rollout_metrics
 from groupwise.tokenization.images import insert_images
+from groupwise.tokenization.text import is_truncated
 from groupwise.trl_hooks.attributes import TrlAttributes
 from groupwise.trl_hooks.checks import (
     IMAGE_INPUTS,
@@ -331,7 +332,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             if known and known[row].token_ids == ids:
                 completion = known[row]
             else:
-                completion = Completion(ids, truncated=not ids or ids[-1] not in self.backend.end_tokens)
+                completion = Completion(ids, truncated=is_truncated(ids, self.backend.end_tokens))
             row_logps = None if logps is None else [torch.nan if v is None else float(v) for v in logps[row]]
             row_mask = None if loss_masks is None else [int(value) for value in loss_masks[row]]
             completions.append(replace(completion, logps=row_logps, loss_mask=row_mask))
