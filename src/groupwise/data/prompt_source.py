@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import PreparedData, is_streaming
-from groupwise.data.sampler import data_seed
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
@@ -289,55 +286,6 @@ class DatasetPrompts(PromptSource):
 
     def _read_rows(self, prompts: Sequence[tuple[int, Row | None]]) -> list[Row]:
         return [self.dataset[index] if row is None else row for index, row in prompts]
-
-
-def make_prompt_source(
-    data: PreparedData,
-    config: GRPOConfig,
-    make_sampler: Callable[[], Sampler[int]],
-    make_loader: Callable[[], Iterable[Any]] | None = None,
-) -> PromptSource:
-    """Build the source of training prompts at its beginning.
-
-    Args:
-        make_sampler: returns the order of an indexed dataset.
-        make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
-
-    Raises:
-        ConfigError: dynamic sampling with a dataloader of a subclass.
-    """
-    share = RankSlice(config.num_generations, config.process_index, config.world_size)
-    repeats = config.micro_batches_per_generation
-    if make_loader is not None:
-        if config.dynamic_sampling:
-            raise ConfigError(
-                "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader is "
-                "overridden and its items are whole generation batches; override _get_train_sampler instead"
-            )
-        from groupwise.data.streaming import LoaderPrompts
-
-        return LoaderPrompts(make_loader, share, repeats=repeats)
-    if is_streaming(data.train_dataset):
-        from groupwise.data.streaming import StreamPrompts
-
-        return StreamPrompts(
-            data.train_dataset,
-            share,
-            check=data.make_check("train_dataset"),
-            shuffle=config.shuffle_dataset,
-            seed=data_seed(config),
-            num_workers=config.dataloader_num_workers,
-        )
-    return DatasetPrompts(
-        data.train_dataset,
-        make_sampler,
-        share,
-        prompts_per_batch=config.prompts_per_batch,
-        repeats=repeats,
-        drop_last=not config.dynamic_sampling,
-        num_workers=config.dataloader_num_workers,
-        prefetch_factor=config.dataloader_prefetch_factor,
-    )
 
 
 class _OwnRows(Dataset[tuple[int, "Row | None"]]):
