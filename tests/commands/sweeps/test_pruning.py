@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,14 @@ def test_a_later_look_and_more_runs_need_a_larger_difference():
     assert losing_runs({"a": torch.zeros(50)}, 1, 1, 4) == []  # the last run is compared with none
 
 
-@dataclass
-class Run:
-    """The parts of a run of a sweep that pruning reads."""
-
-    args: GRPOConfig
-    shares_base: bool = True
-
-
 def made(
-    tmp_path: Path, *, rewards: Any = None, prompts: int = 20, alone: str = "", **changes: dict[str, Any]
+    tmp_path: Path, *, rewards: Any = None, prompts: int = 20, alone: bool = False, **changes: dict[str, Any]
 ) -> Pruning:
     common = {"eval_strategy": "steps", "eval_steps": 5, "use_cpu": True, "bf16": False}
-    found: Any = {
-        name: Run(GRPOConfig(str(tmp_path / name), **{**common, **changes.get(name, {})}), name != alone)
-        for name in "abc"
+    runs: dict[str, GRPOConfig] = {
+        name: GRPOConfig(str(tmp_path / name), **{**common, **changes.get(name, {})}) for name in "abc"
     }
-    return Pruning(found, rewards, Dataset.from_dict({"prompt": ["w"] * prompts}))
+    return Pruning(runs, rewards, Dataset.from_dict({"prompt": ["w"] * prompts}), share_base=not alone)
 
 
 def test_runs_are_compared_once_per_evaluation_when_all_active_ones_have_its_scores(tmp_path):
@@ -87,7 +77,7 @@ def test_runs_are_compared_once_per_evaluation_when_all_active_ones_have_its_sco
         ({"prompts": LEAST_PROMPTS - 1}, "eval_dataset of 20 prompts or more.*has 19"),
         ({name: {"eval_max_samples": 7} for name in "abc"}, "an evaluation has 7"),
         ({name: {"eval_steps": 0.1} for name in "abc"}, "a whole number of eval_steps"),
-        ({"alone": "b"}, "one has no adapter"),
+        ({"alone": True}, "one has no adapter"),
         ({"b": {"eval_steps": 6}}, "the same .*reward_weights"),
         ({"c": {"reward_weights": [2.0]}}, "the same .*reward_weights"),
         ({name: {"eval_strategy": "epoch"} for name in "abc"}, "eval_strategy='steps'"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.trainer_utils import IntervalStrategy
@@ -21,9 +21,6 @@ from groupwise.core.confidence import LEAST_PROMPTS, gain_interval
 from groupwise.errors import ConfigError
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.reporting.evaluation import EvaluationMetrics
-
-if TYPE_CHECKING:
-    from groupwise.commands.sweeps.scheduler import SweepRun
 
 #: Settings of the scores, and of the steps that have them.
 _COMMON = (
@@ -66,17 +63,20 @@ class Pruning:
     later, such as a copy of the leader, has no part in the level: it stops no run and is not stopped.
 
     Args:
-        runs: the runs that the sweep begins with.
+        runs: configurations of the runs that the sweep begins with.
         reward_funcs: of the sweep.
         eval_dataset: held-out prompts.
+        share_base: all runs train side by side.
 
     Raises:
         ConfigError: the runs have no common held-out prompts, rewards and evaluations.
     """
 
-    def __init__(self, runs: Mapping[str, SweepRun], reward_funcs: Any, eval_dataset: Any) -> None:
+    def __init__(
+        self, runs: Mapping[str, GRPOConfig], reward_funcs: Any, eval_dataset: Any, *, share_base: bool = True
+    ) -> None:
         self.names = list(runs)
-        first, *others = [{name: getattr(run.args, name) for name in _COMMON} for run in runs.values()]
+        first, *others = [{name: getattr(args, name) for name in _COMMON} for args in runs.values()]
         number = len(eval_dataset) if hasattr(eval_dataset, "column_names") else 0
         number = min(number, first["eval_max_samples"] or number)
         by_run = list(reward_funcs.values()) if isinstance(reward_funcs, Mapping) else [reward_funcs]
@@ -93,7 +93,7 @@ class Pruning:
                 "prune=True needs eval_strategy='steps' with a whole number of eval_steps, and the same "
                 f"{', '.join(_COMMON)} in all runs"
             )
-        if not all(run.shares_base for run in runs.values()):
+        if not share_base:
             raise ConfigError("prune=True compares runs that train side by side, and one has no adapter")
         self.eval_steps = int(first["eval_steps"])
         self._compared = 0  # newest step whose scores were compared

@@ -185,7 +185,8 @@ class Sweep:
             for name, args in runs.items()
         }
         self.directory = self._check()
-        self.pruning = Pruning(self.runs, reward_funcs, eval_dataset) if prune else None
+        share_base = all(run.shares_base for run in self.runs.values())
+        self.pruning = Pruning(runs, reward_funcs, eval_dataset, share_base=share_base) if prune else None
         first = next(iter(self.runs.values())).args
         self.processing_class = load_processing_class(processing_class, model, first)
         self._rounds, self._saved_clones = 0, dict[str, SavedClone]()
