@@ -1,6 +1,6 @@
 """Order of the prompts, share of each rank, mark and rollback, and the loaders and samplers of subclasses.
 
-Files: ``data/sampler.py``, ``data/train_loader.py``.
+Files: ``data/sampler.py``, ``data/loaders.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from support.runs import prompts, trainer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from groupwise import ConfigError, GRPOTrainer
+from groupwise.data.loaders import GenerationBatches
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankSlice
 from groupwise.data.sampler import GroupSampler
 from groupwise.data.streaming import LoaderPrompts
-from groupwise.data.train_loader import GenerationBatches
 
 ONE = RankSlice(num_generations=1)
 

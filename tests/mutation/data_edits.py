@@ -93,7 +93,7 @@ DATA = [
         tests=STREAMS,
     ),
     *edits_of(
-        "data/train_loader.py",
+        "data/loaders.py",
         ("self.source.seek(self.epoch)", "self.source.seek(0)", PROMPTS),
         ("if number % self.repeats == 0:", "if True:", PROMPTS),
     ),

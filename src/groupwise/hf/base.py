@@ -32,9 +32,9 @@ from groupwise.config.fields import UNPUBLISHED
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import PreparedData, is_streaming
 from groupwise.data.evaluation import EvaluationStream, evaluation_rows
+from groupwise.data.loaders import make_prompt_source, make_train_loader
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.sampler import as_rows, checked_eval_sampler, make_group_sampler
-from groupwise.data.train_loader import make_prompt_source, make_train_loader
 from groupwise.distributed import RankStages, is_sharded
 from groupwise.errors import ConfigError, TrainingError
 from groupwise.generation.base import GenerationBackend
