@@ -39,6 +39,7 @@ from groupwise.data.dataset_checks import check_data, has_image_columns, named_c
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.exchange import all_to_all_objects, in_row_order
+from groupwise.data.loaders import TrainerData
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
@@ -79,6 +80,7 @@ from groupwise.records import (
     align_advantages,
 )
 from groupwise.records.fast_paths import FastPath
+from groupwise.reporting.evaluation import EvaluatedCompletion
 from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.reporting.terminal import show_phase
@@ -95,6 +97,9 @@ if TYPE_CHECKING:
     from groupwise.policy.liger import LigerLoss
 
 logger = logging.getLogger(__name__)
+
+#: Classes of values in the state of a checkpoint.
+_SAVED = (EntropyControl, LeftoverGroups, EvaluatedCompletion)
 
 
 @refuse_unread
@@ -198,7 +203,7 @@ class GRPOTrainer(
             args=args,
             train_dataset=train_dataset,  # as given: self.prompts reads checked rows of it
             eval_dataset=eval_dataset,
-            data=data,
+            data=TrainerData(train_dataset, data, args),
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -613,9 +618,17 @@ class GRPOTrainer(
         )
         self._settings_before = take_snapshot(args)  # at the end: an error is raised again by the next step
 
+    def make_prompt_source(self) -> PromptSource:
+        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass."""
+        make_sampler = partial(self._get_train_sampler, self.train_dataset)
+        own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
+        make_loader = self.get_train_dataloader if own_loader else None
+        return self.prepared_data.prompt_source(self.train_dataset, make_sampler, make_loader)
+
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
-        states = checkpointing.load_states(directory, self.args, self._settings_before, self.accelerator)
+        before = self._settings_before
+        states = checkpointing.load_states(directory, self.args, before, self.accelerator, *_SAVED)
         self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
         self.refresh_settings(new_run=True)

@@ -1,4 +1,4 @@
-"""Rows of an evaluation: every prompt ``num_generations_eval`` times, from a dataset or a stream."""
+"""Rows of an evaluation of a stream: every prompt ``num_generations_eval`` times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from accelerate.state import GradientState
-from torch.utils.data import Dataset, Subset
 
-from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import PreparedData, check_dataset, checked_rows, is_streaming
 from groupwise.data.prompt_checks import PromptCheck
 from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError
@@ -115,50 +112,3 @@ def num_valid_rows(rows: Sequence[Row], gradient_state: GradientState) -> int | 
         return rows.num_valid
     remainder = gradient_state.remainder if gradient_state.end_of_dataloader else 0
     return remainder if remainder > 0 else None
-
-
-def evaluation_rows(
-    dataset: Any, name: str, data: PreparedData, config: GRPOConfig
-) -> Dataset[Row] | EvaluationStream:
-    """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
-
-    At most ``eval_max_samples`` rows are read.
-
-    Args:
-        dataset: evaluation set; one that was not given to the trainer is checked first.
-        name: its name in messages.
-
-    Returns:
-        An indexed dataset of completions; for a stream, the batches of this rank.
-
-    Raises:
-        ConfigError: the dataset is missing or cannot be used, or the evaluation batch cuts a group.
-    """
-    if dataset is None:
-        raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
-    check = data.make_check(name)
-    rows = next((rows for given, rows in data.eval_datasets if given is dataset), None)
-    if rows is None:  # not one that the trainer was built with
-        check_dataset(name, dataset)
-        rows = checked_rows(dataset, check, config.eval_max_samples)
-    size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
-    if size % group:
-        below = size // group * group
-        nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)
-        raise ConfigError(
-            f"the evaluation batch of all processes has {size} completions, which is not divisible by "
-            f"num_generations_eval={group}; nearest valid: {nearest} "
-            "(per_device_eval_batch_size times the number of processes)"
-        )
-    if is_streaming(rows):
-        return EvaluationStream(
-            rows,
-            RankSlice(group, config.process_index, config.world_size),
-            check=check,
-            batch_size=size,
-            max_rows=config.eval_max_samples,
-            drop_last=config.dataloader_drop_last,
-            num_workers=config.dataloader_num_workers,
-        )
-    indices = range(len(rows))[: config.eval_max_samples]
-    return Subset(rows, [index for index in indices for _ in range(group)])

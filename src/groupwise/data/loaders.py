@@ -1,4 +1,4 @@
-"""Loader of the training data that ``Trainer`` counts, and the source that a run reads."""
+"""Loaders and samplers that hooks of ``Trainer`` return, and the source of prompts that a run reads."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import PreparedData, is_streaming
+from groupwise.data.dataset_checks import PreparedData, check_dataset, checked_rows, is_streaming
+from groupwise.data.evaluation import EvaluationStream
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource
-from groupwise.data.sampler import as_rows, data_seed
+from groupwise.data.sampler import GroupSampler, as_rows, checked_eval_sampler, data_seed
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
 from groupwise.records import Row
@@ -59,76 +60,154 @@ class GenerationBatches(Dataset[Row]):
             yield rows
 
 
-def make_train_loader(
-    data: PreparedData,
-    config: GRPOConfig,
-    make_sampler: Callable[[], Any],
-    generator: torch.Generator | None,
-) -> DataLoader[Any]:
-    """Build the loader that ``Trainer`` counts: an item is a generation batch, once per micro-batch of it.
+class TrainerData:
+    """Datasets of a trainer, with the loaders, samplers and prompt sources that its hooks return.
 
     Args:
-        generator: iterating the loader draws a seed from it; None: from the one that samples.
+        train_dataset: as given to the trainer.
+        prepared: the datasets, checked.
     """
-    repeats = config.micro_batches_per_generation
-    if is_streaming(data.train_dataset):  # those of the whole run
-        count = config.max_steps * config.gradient_accumulation_steps
-    else:  # of an epoch on each rank
-        rows_per_batch = config.prompts_per_batch * config.num_generations
-        count = len(make_sampler()) // (rows_per_batch * repeats) * repeats
-    batches = GenerationBatches(
-        partial(make_prompt_source, data, config, make_sampler),
-        num_prompts=config.prompts_per_batch,
-        repeats=repeats,
-        count=count,
-    )
-    return DataLoader(batches, batch_sampler=batches, collate_fn=as_rows, generator=generator)  # type: ignore[arg-type]
 
+    collate = staticmethod(as_rows)
+    is_streaming = staticmethod(is_streaming)
+    checked_eval_sampler = staticmethod(checked_eval_sampler)
 
-def make_prompt_source(
-    data: PreparedData,
-    config: GRPOConfig,
-    make_sampler: Callable[[], Sampler[int]],
-    make_loader: Callable[[], Iterable[Any]] | None = None,
-) -> PromptSource:
-    """Build the source of training prompts at its beginning.
+    def __init__(self, train_dataset: Any, prepared: PreparedData, config: GRPOConfig) -> None:
+        self.train_dataset, self.prepared, self.config = train_dataset, prepared, config
 
-    Args:
-        make_sampler: returns the order of an indexed dataset.
-        make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
-
-    Raises:
-        ConfigError: dynamic sampling with a dataloader of a subclass.
-    """
-    share = RankSlice(config.num_generations, config.process_index, config.world_size)
-    repeats = config.micro_batches_per_generation
-    if make_loader is not None:
-        if config.dynamic_sampling:
-            raise ConfigError(
-                "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader is "
-                "overridden and its items are whole generation batches; override _get_train_sampler instead"
-            )
-        from groupwise.data.streaming import LoaderPrompts
-
-        return LoaderPrompts(make_loader, share, repeats=repeats)
-    if is_streaming(data.train_dataset):
-        from groupwise.data.streaming import StreamPrompts
-
-        return StreamPrompts(
-            data.train_dataset,
-            share,
-            check=data.make_check("train_dataset"),
+    def group_sampler(self, dataset: Any) -> Sampler[int]:
+        """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
+        config = self.config
+        return GroupSampler(
+            dataset,
+            num_generations=config.num_generations,
+            prompts_per_batch=config.prompts_per_batch,
+            repeats=config.micro_batches_per_generation,
             shuffle=config.shuffle_dataset,
             seed=data_seed(config),
-            num_workers=config.dataloader_num_workers,
+            drop_last=not config.dynamic_sampling,
         )
-    return DatasetPrompts(
-        data.train_dataset,
-        make_sampler,
-        share,
-        prompts_per_batch=config.prompts_per_batch,
-        repeats=repeats,
-        drop_last=not config.dynamic_sampling,
-        num_workers=config.dataloader_num_workers,
-        prefetch_factor=config.dataloader_prefetch_factor,
-    )
+
+    def evaluation_rows(self, dataset: Any, name: str) -> Dataset[Row] | EvaluationStream:
+        """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
+
+        At most ``eval_max_samples`` rows are read.
+
+        Args:
+            dataset: evaluation set; one that was not given to the trainer is checked first.
+            name: its name in messages.
+
+        Returns:
+            An indexed dataset of completions; for a stream, the batches of this rank.
+
+        Raises:
+            ConfigError: the dataset is missing or cannot be used, or the evaluation batch cuts a group.
+        """
+        data, config = self.prepared, self.config
+        if dataset is None:
+            raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
+        check = data.make_check(name)
+        rows = next((rows for given, rows in data.eval_datasets if given is dataset), None)
+        if rows is None:  # not one that the trainer was built with
+            check_dataset(name, dataset)
+            rows = checked_rows(dataset, check, config.eval_max_samples)
+        size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
+        if size % group:
+            below = size // group * group
+            nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)
+            raise ConfigError(
+                f"the evaluation batch of all processes has {size} completions, which is not divisible by "
+                f"num_generations_eval={group}; nearest valid: {nearest} "
+                "(per_device_eval_batch_size times the number of processes)"
+            )
+        if is_streaming(rows):
+            return EvaluationStream(
+                rows,
+                RankSlice(group, config.process_index, config.world_size),
+                check=check,
+                batch_size=size,
+                max_rows=config.eval_max_samples,
+                drop_last=config.dataloader_drop_last,
+                num_workers=config.dataloader_num_workers,
+            )
+        indices = range(len(rows))[: config.eval_max_samples]
+        return Subset(rows, [index for index in indices for _ in range(group)])
+
+    def train_loader(
+        self, make_sampler: Callable[[], Any], generator: torch.Generator | None
+    ) -> DataLoader[Any]:
+        """Build the loader that ``Trainer`` counts: a generation batch once per micro-batch of it.
+
+        Args:
+            generator: iterating the loader draws a seed from it; None: from the one that samples.
+        """
+        config, repeats = self.config, self.config.micro_batches_per_generation
+        if is_streaming(self.prepared.train_dataset):  # those of the whole run
+            count = config.max_steps * config.gradient_accumulation_steps
+        else:  # of an epoch on each rank
+            rows_per_batch = config.prompts_per_batch * config.num_generations
+            count = len(make_sampler()) // (rows_per_batch * repeats) * repeats
+        batches = GenerationBatches(
+            partial(self.prompt_source, self.train_dataset, make_sampler),
+            num_prompts=config.prompts_per_batch,
+            repeats=repeats,
+            count=count,
+        )
+        return DataLoader(batches, batch_sampler=batches, collate_fn=as_rows, generator=generator)  # type: ignore[arg-type]
+
+    def prompt_source(
+        self,
+        train_dataset: Any,
+        make_sampler: Callable[[], Sampler[int]],
+        make_loader: Callable[[], Iterable[Any]] | None = None,
+    ) -> PromptSource:
+        """Build the source of training prompts at its beginning.
+
+        Args:
+            train_dataset: of the trainer, now.
+            make_sampler: returns the order of an indexed dataset.
+            make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
+
+        Raises:
+            ConfigError: ``train_dataset`` was replaced after the trainer was built, or dynamic sampling with
+                a dataloader of a subclass.
+        """
+        config, data = self.config, self.prepared
+        if train_dataset is not self.train_dataset:
+            raise ConfigError(
+                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
+                "build a trainer with the other dataset and model=trainer.model"
+            )
+        share = RankSlice(config.num_generations, config.process_index, config.world_size)
+        repeats = config.micro_batches_per_generation
+        if make_loader is not None:
+            if config.dynamic_sampling:
+                raise ConfigError(
+                    "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader "
+                    "is overridden and its items are whole generation batches; override _get_train_sampler "
+                    "instead"
+                )
+            from groupwise.data.streaming import LoaderPrompts
+
+            return LoaderPrompts(make_loader, share, repeats=repeats)
+        if is_streaming(data.train_dataset):
+            from groupwise.data.streaming import StreamPrompts
+
+            return StreamPrompts(
+                data.train_dataset,
+                share,
+                check=data.make_check("train_dataset"),
+                shuffle=config.shuffle_dataset,
+                seed=data_seed(config),
+                num_workers=config.dataloader_num_workers,
+            )
+        return DatasetPrompts(
+            data.train_dataset,
+            make_sampler,
+            share,
+            prompts_per_batch=config.prompts_per_batch,
+            repeats=repeats,
+            drop_last=not config.dynamic_sampling,
+            num_workers=config.dataloader_num_workers,
+            prefetch_factor=config.dataloader_prefetch_factor,
+        )

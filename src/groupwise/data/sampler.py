@@ -62,19 +62,6 @@ class GroupSampler(Sampler[int]):
         return self.num_yielded * self.num_generations * self.repeats
 
 
-def make_group_sampler(dataset: Any, config: GRPOConfig) -> GroupSampler:
-    """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
-    return GroupSampler(
-        dataset,
-        num_generations=config.num_generations,
-        prompts_per_batch=config.prompts_per_batch,
-        repeats=config.micro_batches_per_generation,
-        shuffle=config.shuffle_dataset,
-        seed=data_seed(config),
-        drop_last=not config.dynamic_sampling,
-    )
-
-
 def data_seed(config: GRPOConfig) -> int:
     """Return the seed of the order of prompts."""
     return config.seed if config.data_seed is None else config.data_seed

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,14 +30,8 @@ from groupwise.compat.deepspeed import end_universal
 from groupwise.config.changes import resume_settings
 from groupwise.config.fields import UNPUBLISHED
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import PreparedData, is_streaming
-from groupwise.data.evaluation import EvaluationStream, evaluation_rows
-from groupwise.data.loaders import make_prompt_source, make_train_loader
-from groupwise.data.prompt_source import PromptSource
-from groupwise.data.sampler import as_rows, checked_eval_sampler, make_group_sampler
 from groupwise.distributed import RankStages, is_sharded
 from groupwise.errors import ConfigError, TrainingError
-from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
 from groupwise.hf.callbacks import CheckpointingCallback, FlagAgreementCallback, SyncRefModelCallback
@@ -59,6 +53,10 @@ from groupwise.reporting.metrics_file import MetricsFileCallback
 from groupwise.reporting.terminal import show_log_lines
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import ProcessingClass, text_tokenizer
+
+if TYPE_CHECKING:  # of what the trainer hands over
+    from groupwise.data.loaders import TrainerData
+    from groupwise.generation.base import GenerationBackend
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ class BaseTrainer(Trainer):
         *,
         train_dataset: Any,
         eval_dataset: Any,
-        data: PreparedData,
+        data: TrainerData,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         callbacks: list[TrainerCallback] | None,
         optimizers: tuple[Any, Any],
@@ -135,7 +133,7 @@ class BaseTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=as_rows,
+            data_collator=data.collate,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -149,7 +147,7 @@ class BaseTrainer(Trainer):
         check_processes(args, getattr(self.accelerator, "parallelism_config", None))
         set_ddp_defaults(self.accelerator, args, with_images=is_processor(processing_class))
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
-        self.prepared_data, self._built_train_dataset = data, self.train_dataset
+        self.prepared_data = data
         self.evaluation = EvaluationMetrics()
         self.pending_rng_checkpoint: str | None = None
         self.resumed_optimizer: list[str] = []  # optimizer_classes() of the checkpoint
@@ -371,8 +369,9 @@ class BaseTrainer(Trainer):
             metric_key_prefix, self.args, self.reward_func_names, gather_object, self.compute_metrics
         )
         ours = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
-        if isinstance(dataloader, EvaluationStream):  # Trainer cannot count the samples of one
-            output = output._replace(num_samples=dataloader.num_samples)
+        num_samples = getattr(dataloader, "num_samples", None)  # of a stream; Trainer cannot count them
+        if num_samples is not None:
+            output = output._replace(num_samples=num_samples)
         return output._replace(metrics={**(output.metrics or {}), **ours})
 
     def drain_metrics(self, mode: str, label: str) -> dict[str, float]:
@@ -406,7 +405,7 @@ class BaseTrainer(Trainer):
         Override to train on the items of a loader of your own.
         """
         make_sampler = partial(self._get_train_sampler, self.train_dataset)
-        return make_train_loader(self.prepared_data, self.args, make_sampler, self.loader_generator())
+        return self.prepared_data.train_loader(make_sampler, self.loader_generator())
 
     def loader_generator(self) -> torch.Generator | None:
         """Return the generator that iterating the loader draws a seed from: not the one that samples."""
@@ -414,31 +413,13 @@ class BaseTrainer(Trainer):
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
         """Return the order of the prompts; an override yields indices in the order of ``GroupSampler``."""
-        return make_group_sampler(self.train_dataset if dataset is None else dataset, self.args)
-
-    def make_prompt_source(self) -> PromptSource:
-        """Build the source of training prompts at its beginning, from the loader or sampler of a subclass.
-
-        Raises:
-            ConfigError: ``train_dataset`` was replaced after the trainer was built.
-        """
-        if self.train_dataset is not self._built_train_dataset:
-            raise ConfigError(
-                "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
-                "build a trainer with the other dataset and model=trainer.model"
-            )
-        own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
-        return make_prompt_source(
-            self.prepared_data,
-            self.args,
-            make_sampler=partial(self._get_train_sampler, self.train_dataset),
-            make_loader=self.get_train_dataloader if own_loader else None,
-        )
+        return self.prepared_data.group_sampler(self.train_dataset if dataset is None else dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Return the number of prompts of the training set, or the number of positions of a stream."""
         dataset: Any = self.train_dataset
-        return super().num_examples(dataloader) if is_streaming(dataset) else len(dataset)
+        streams = self.prepared_data.is_streaming(dataset)
+        return super().num_examples(dataloader) if streams else len(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of the evaluation rows, each ``num_generations_eval`` times in a row.
@@ -449,14 +430,14 @@ class BaseTrainer(Trainer):
         name, dataset = "eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             name, dataset = f"eval_dataset[{eval_dataset!r}]", self.eval_dataset[eval_dataset]  # type: ignore[index]
-        rows = evaluation_rows(dataset, name, self.prepared_data, self.args)
-        if isinstance(rows, EvaluationStream):
+        rows = self.prepared_data.evaluation_rows(dataset, name)
+        if not isinstance(rows, Dataset):  # batches of a stream
             return rows  # type: ignore[return-value]  # Trainer only iterates it
         return self._get_dataloader(
             dataset=rows,
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
-            sampler_fn=lambda rows: checked_eval_sampler(
+            sampler_fn=lambda rows: self.prepared_data.checked_eval_sampler(
                 self._get_eval_sampler(rows), rows, type(self).__name__
             ),
             dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",

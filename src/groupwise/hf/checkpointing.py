@@ -23,8 +23,6 @@ from groupwise.compat.deepspeed import convert_to_universal, expect_universal, i
 from groupwise.compat.transformers import name_or_path, trainer_state_name
 from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.entropy import EntropyControl
-from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.distributed import gather_or_raise
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import (
@@ -38,7 +36,6 @@ from groupwise.policy.introspection import (
 from groupwise.policy.reference import FrozenAdapter
 from groupwise.policy.weight_iterator import gathering, whole_tensor
 from groupwise.records.serialization import host_copy, load
-from groupwise.reporting.evaluation import EvaluatedCompletion
 
 logger = logging.getLogger(__name__)
 
@@ -164,13 +161,14 @@ def save_state(directory: str, rank: int, world_size: int, state: dict[str, Any]
 
 
 def load_states(
-    directory: str | None, config: GRPOConfig, before: Snapshot, accelerator: Accelerator
+    directory: str | None, config: GRPOConfig, before: Snapshot, accelerator: Accelerator, *records: type
 ) -> list[dict[str, Any]]:
     """Read the rollout state of this rank; or those of another number of ranks, and fit ``config`` to them.
 
     Args:
         directory: checkpoint; None: there is none, and no state.
         before: snapshot of ``config``.
+        records: classes of values in the states, beside those of ``groupwise.records.serialization``.
 
     Raises:
         ConfigError: the checkpoint was written by another trainer, another version, or a number of processes
@@ -178,10 +176,12 @@ def load_states(
     """
     if directory is None:
         return []
-    first = _load_state(directory, 0)
+    first = _load_state(directory, 0, *records)
     saved, now = first["world_size"], config.world_size
     if saved == now:
-        return [first if config.process_index == 0 else _load_state(directory, config.process_index)]
+        return [
+            first if config.process_index == 0 else _load_state(directory, config.process_index, *records)
+        ]
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and not accelerator.is_fsdp2:
         raise ConfigError(
@@ -201,7 +201,7 @@ def load_states(
                 )
         gather_or_raise(None, failure)
         expect_universal(accelerator.state.deepspeed_plugin)
-    return [first, *(_load_state(directory, rank) for rank in range(1, saved))]
+    return [first, *(_load_state(directory, rank, *records) for rank in range(1, saved))]
 
 
 def state_of_rank(
@@ -218,7 +218,7 @@ def state_of_rank(
     return {**states[0], **merged}
 
 
-def _load_state(directory: str, rank: int) -> dict[str, Any]:
+def _load_state(directory: str, rank: int, *records: type) -> dict[str, Any]:
     path = os.path.join(directory, STATE.format(rank=rank))
     if not os.path.isfile(path):
         raise ConfigError(
@@ -226,7 +226,7 @@ def _load_state(directory: str, rank: int) -> dict[str, Any]:
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
     try:
-        state = load(path, EntropyControl, LeftoverGroups, EvaluatedCompletion)
+        state = load(path, *records)
         if "samples" not in state.get("rng", {"samples": None}):
             raise UnpicklingError("without the state of the samples")
     except UnpicklingError as error:
