@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
-import re
 import subprocess
 import sys
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,11 @@ LAYERS = {
     for room in rooms
 }
 LAYERS["commands"].add("__version__")
+# Hooks of transformers' Trainer get prompts and backend from the trainer: they are those of any algorithm.
+LAYERS["hf"] -= {"agents", "data", "generation", "rewards"}
+
+#: Functions and rooms that read what a run has written.
+READERS = {"groupwise.reporting.metrics_file.read_metrics", "groupwise.commands.report"}
 
 #: Symbols of other libraries' submodules that functions of ``compat/`` import.
 WRAPPED = set().union(
@@ -171,13 +176,53 @@ def test_imports_within_a_room_and_from_outside_are_allowed():
     assert rules.across_layers("policy/heads/chunked.py", source, LAYERS) == []
 
 
-def test_files_of_the_configuration_import_in_one_direction():
-    """Imports for annotations count too: a file can be read after those that it names."""
-    imports = re.compile(r"from groupwise\.config\.(\w+) import")
-    room = {name: source for name, source in FILES.items() if name.startswith("config/")}
-    graph = {Path(name).stem: set(imports.findall(source)) for name, source in room.items()}
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError
-    assert order.index("settings") < order.index("fields") < order.index("grpo_config")
+def test_no_files_import_each_other_in_a_circle():
+    order = list(TopologicalSorter(rules.import_graph(FILES)).static_order())  # raises CycleError
+    config = [order.index(f"groupwise.config.{name}") for name in ("settings", "fields", "grpo_config")]
+    assert config == sorted(config) and order.index("groupwise.trainer") > config[-1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from groupwise.data.buffer import Buffer",
+        "from groupwise.data import buffer",
+        "import groupwise.data.buffer",
+        "from . import buffer",
+        "from .buffer import Buffer",
+        "from groupwise import data\nfrom groupwise.data import buffer as b",
+        "def f():\n    from groupwise.data.buffer import Buffer",
+        "if TYPE_CHECKING:\n    from groupwise.data.buffer import Buffer",
+        "module = importlib.import_module('groupwise.data.buffer')",
+    ],
+)
+def test_a_circle_is_seen(line):
+    files = {
+        "__init__.py": "",
+        "data/__init__.py": "",
+        "data/window.py": line,
+        "data/buffer.py": "from groupwise.data.window import f\nfrom groupwise.data.buffer import g",
+    }
+    graph = rules.import_graph(files)
+    assert "groupwise.data.buffer" in graph["groupwise.data.window"]
+    assert graph["groupwise.data.buffer"] == {"groupwise.data.window"}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("hf/")])
+def test_hooks_of_the_trainer_read_nothing_that_a_run_has_written(name):
+    symbols = {f"{module}.{symbol}" for module, symbol in rules.imported_symbols(ast.parse(FILES[name]))}
+    assert [one for one in symbols if one.startswith(tuple(READERS))] == []
+
+
+def test_readers_and_data_in_hooks_of_the_trainer_are_seen():
+    line = "from groupwise.{} import f\n"
+    for room in ("data.buffer", "generation.base", "commands.report.run_files"):
+        assert rules.across_layers("hf/base.py", line.format(room), LAYERS) == [room.split(".")[0]]
+    annotation = "if TYPE_CHECKING:\n    " + line.format("data.buffer")
+    assert rules.across_layers("hf/base.py", annotation, LAYERS) == []
+    assert all(importlib.import_module(one.rpartition(".")[0]) for one in READERS)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("compat/")])

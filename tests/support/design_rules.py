@@ -6,6 +6,10 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+#: Rooms whose annotations name what is handed over to them: records to equations, data and backend to hooks.
+NAMES_WHAT_IT_GETS = ("core", "hf")
 
 
 def mixin_classes(source: str) -> Iterator[ast.ClassDef]:
@@ -125,20 +129,43 @@ def subclasses(source: str, base: str) -> list[str]:
     ]
 
 
-def imported_modules(source: str, package: str = "groupwise") -> set[str]:
-    """Absolute names of everything a file of ``package`` imports, wherever and however the import stands."""
-    names = set()
+def imports(source: str, package: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of every import in a file of ``package``, wherever and however it stands.
+
+    Modules are absolute; the name is "" if the module itself is imported.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
-            # ``from groupwise import trainer`` names a module as well as ``import groupwise.trainer`` does.
-            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "groupwise" else {module}
+            yield from ((module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Call) and called(node) == "import_module":
-            names |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
-    return names
+            yield from ((arg.value, "") for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def imported_modules(source: str, package: str = "groupwise") -> set[str]:
+    """Absolute names of everything a file of ``package`` imports."""
+    # ``from groupwise import trainer`` names a module as well as ``import groupwise.trainer`` does.
+    pairs = imports(source, package)
+    return {f"{module}.{name}" if name and module == "groupwise" else module for module, name in pairs}
+
+
+def import_graph(files: dict[str, str]) -> dict[str, set[str]]:
+    """Return the modules of the package that each of its modules imports.
+
+    Imports in functions and for annotations count too: a file can be read after those that it names.
+    """
+    paths = {".".join(["groupwise", *Path(name).with_suffix("").parts]): name for name in files}
+    modules = {path.removesuffix(".__init__"): files[name] for path, name in paths.items()}
+    graph = {}
+    for path in paths:
+        module, package = path.removesuffix(".__init__"), path.rpartition(".")[0]
+        pairs = imports(modules[module], package)
+        named = {whole if (whole := f"{parent}.{name}") in modules else parent for parent, name in pairs}
+        graph[module] = named & modules.keys() - {module}
+    return graph
 
 
 def imported_at_run_time(source: str) -> str:
@@ -165,7 +192,9 @@ def across_layers(name: str, source: str, layers: dict[str, set[str]]) -> list[s
     package = ".".join(["groupwise", *name.split("/")[:-1]])
     used = {
         module.split(".")[1] if "." in module else module  # the package itself would bring everything
-        for module in imported_modules(imported_at_run_time(source) if own == "core" else source, package)
+        for module in imported_modules(
+            imported_at_run_time(source) if own in NAMES_WHAT_IT_GETS else source, package
+        )
         if module.split(".")[0] == "groupwise"
     }
     return sorted(used - layers[own] - {own})
