@@ -18,9 +18,10 @@ from smollm2 import example_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise import GRPOConfig
-from groupwise.core.advantages import AdvantageSettings, GroupRewards, normalized_advantages
+from groupwise.core.advantages import AdvantageSettings, normalized_advantages
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, clipped
 from groupwise.core.weights import WeightInputs, WindowCounts, token_mean
+from groupwise.records.rollout import GroupRewards
 
 
 @torch.no_grad()

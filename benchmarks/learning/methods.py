@@ -16,8 +16,9 @@ import torch
 
 from groupwise import SamplingOptions, register_advantage
 from groupwise.compat.transformers import cache_argument
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards, total_rewards, weighted_sum
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, total_rewards, weighted_sum
 from groupwise.policy.introspection import evaluation_mode
+from groupwise.records.rollout import GroupRewards
 
 #: Completions (texts) of an offline method by question, the last message of the prompt.
 Samples = Mapping[str, Sequence[str]]

@@ -13,11 +13,12 @@ import torch
 from support.oracles import cases
 from support.runs import chats, policy, tokenizer, trainer
 
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
 from groupwise.core.objectives import ObjectiveSettings
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import WindowCounts
 from groupwise.records import RewardBatch
+from groupwise.records.rollout import GroupRewards
 
 ROOT = Path(__file__).resolve().parents[2]
 RNG = random.Random(0)

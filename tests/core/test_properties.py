@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.oracles.cases import Terms, evaluate, weights
 
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import WindowCounts
+from groupwise.records.rollout import GroupRewards
 
 few = settings(max_examples=25)
 GLOBAL = [name for name, objective in OBJECTIVES.items() if objective.normalizer != "local_token_mean"]

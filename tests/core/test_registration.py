@@ -16,7 +16,6 @@ from groupwise.core.advantages import (
     ADVANTAGES,
     AGGREGATIONS,
     AdvantageSettings,
-    GroupRewards,
     register_advantage,
     register_aggregation,
     total_rewards,
@@ -25,6 +24,7 @@ from groupwise.core.metrics import Sum
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, register_objective
 from groupwise.core.surrogates import SurrogateSettings
 from groupwise.core.weights import NORMALIZERS, WindowCounts, register_normalizer
+from groupwise.records.rollout import GroupRewards
 
 
 def terms(**extra) -> Terms:

@@ -25,7 +25,6 @@ from support.serialization import reloaded
 from transformers import TrainerCallback
 
 from groupwise import Completion, GRPOTrainer, register_aggregation
-from groupwise.core.advantages import GroupRewards
 from groupwise.data.dynamic_sampling import (
     DynamicBatch,
     LeftoverGroups,
@@ -34,6 +33,7 @@ from groupwise.data.dynamic_sampling import (
 )
 from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
 from groupwise.records.images import ImageInputs
+from groupwise.records.rollout import GroupRewards
 
 NAN = math.nan
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.fakes.mixin_hosts import host
 
-from groupwise.core.advantages import GroupRewards
 from groupwise.mixins import AdvantageMixin
 from groupwise.records import RewardBatch
+from groupwise.records.rollout import GroupRewards
 
 TABLE = GroupRewards(
     torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 5.0], [0.0, 6.0]]), torch.tensor([1.0, 1.0]), 2

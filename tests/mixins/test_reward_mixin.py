@@ -9,13 +9,14 @@ import pytest
 import torch
 from support.fakes.mixin_hosts import Ranks, host
 
-from groupwise.core.advantages import AdvantageSettings, GroupRewards, nan_std, normalized_advantages
+from groupwise.core.advantages import AdvantageSettings, nan_std, normalized_advantages
 from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.mixins.reward import reward_metrics, rounded_functions
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RewardBatch, RolloutBatch
+from groupwise.records.rollout import GroupRewards
 from groupwise.rewards.runtime.partial import PartialReward
 from groupwise.tokenization.prompts import prompt_digest
 

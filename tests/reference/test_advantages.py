@@ -12,7 +12,8 @@ import torch
 from support.oracles.oracle_advantages import advantages, process_advantages
 
 from groupwise.core import advantages as core
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
+from groupwise.records.rollout import GroupRewards
 
 SCALES = ["group", "batch", "none"]
 AGGREGATIONS = ["sum_then_normalize", "normalize_then_sum"]

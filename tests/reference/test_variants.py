@@ -12,10 +12,11 @@ import torch
 from support.oracles import cases, oracle_variants
 from support.oracles.oracle import Choices, loss_and_gradient, update_weights
 
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings
 from groupwise.core.variants import DPPOSettings, GMPOSettings
 from groupwise.core.weights import WindowCounts
+from groupwise.records.rollout import GroupRewards
 
 FLAT, BY_TOKEN = cases.batch(), cases.batch(per_token_advantages=True)
 GROUPS = [[[4] * 4 + [5] * 4, cases.GROUPS], [[4] * 4 + [5] * 4, [4] * 4 + [5] * 4]]

@@ -10,10 +10,11 @@ import torch
 from support.runs import count_reward, generate, policy, tokenizer, trainer
 
 from groupwise import ConfigError
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, GroupRewards
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, clipped
 from groupwise.records import Completion
+from groupwise.records.rollout import GroupRewards
 from groupwise.rewards import get_distillation_reward
 
 

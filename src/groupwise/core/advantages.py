@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from groupwise.registry import Registry
 
+if TYPE_CHECKING:
+    from groupwise.records.rollout import GroupRewards, StepRewards
+
 #: Added to a standard deviation before division.
 STD_EPSILON = 1e-4  # equal rewards give 0 instead of 0 / 0
-
-#: Step rewards of N completions: lists of (index of the step's last token, reward).
-StepRewards = Sequence[Sequence[tuple[int, float]]]
-
-
-def step_sum(steps: Sequence[tuple[int, float]]) -> float:
-    """Sum the step rewards of a completion; NaN without steps."""
-    return math.fsum(r for _, r in steps) if steps else math.nan
-
-
-@dataclass(frozen=True)
-class GroupRewards:
-    """Rewards of all ranks; the G completions of a prompt are adjacent.
-
-    rewards_NF: one column per reward function; NaN where a function returned None.
-    weights_F: weight of each function.
-    num_generations: G; N is a multiple of it.
-    step_rewards: step rewards of process-supervised functions by column, which is NaN in ``rewards_NF``.
-    num_tokens: T, width of a token-wise advantage.
-    penalty_N: subtracted from the aggregated reward of each completion (KL in the reward); None: no penalty.
-    """
-
-    rewards_NF: torch.Tensor
-    weights_F: torch.Tensor
-    num_generations: int
-    step_rewards: dict[int, StepRewards] = field(default_factory=dict)
-    num_tokens: int = 0
-    penalty_N: torch.Tensor | None = None
-
-    def with_step_sums(self) -> GroupRewards:
-        """Return outcome rewards alone: a completion's step rewards are their sum, NaN without steps.
-
-        For metrics, evaluation and logs; advantages have the rewards of the steps.
-        """
-        rewards_NF = self.rewards_NF.clone()  # (N, F); the caller keeps its NaN columns
-        for column, steps_N in self.step_rewards.items():
-            # (N,), NaN without steps.
-            rewards_NF[:, column] = torch.tensor([step_sum(steps) for steps in steps_N]).to(rewards_NF)
-        return replace(self, rewards_NF=rewards_NF, step_rewards={})
-
-    def steps_vary(self) -> torch.Tensor:
-        """Return which groups have step rewards that differ (P,)."""
-        size = self.num_generations
-        varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)  # (P,), P = N / G
-        for steps_N in self.step_rewards.values():
-            for group in range(len(varies_P)):
-                rows = steps_N[group * size : (group + 1) * size]  # the G completions of one prompt
-                # With one value, all steps of the group are equally good.
-                varies_P[group] |= len({reward for steps in rows for _, reward in steps}) > 1
-        return varies_P
 
 
 @dataclass(frozen=True)
@@ -285,7 +238,7 @@ def per_token_advantages(rewards: GroupRewards, settings: AdvantageSettings) -> 
     return advantages_NT
 
 
-Estimator = Callable[[GroupRewards, AdvantageSettings], torch.Tensor]
+Estimator = Callable[["GroupRewards", AdvantageSettings], torch.Tensor]
 
 
 ADVANTAGES: Registry[Estimator] = Registry(

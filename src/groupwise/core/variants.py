@@ -6,20 +6,18 @@ Notation as in ``groupwise.core.objectives``; sg is stop-gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.core.advantages import (
-    AdvantageSettings,
-    GroupRewards,
-    group_mean,
-    register_advantage,
-    total_rewards,
-)
+from groupwise.core.advantages import AdvantageSettings, group_mean, register_advantage, total_rewards
 from groupwise.core.objectives import cispo_metrics, register_objective
 from groupwise.core.ratios import sequence_log_ratio
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, cispo, clipped
 from groupwise.core.weights import WeightInputs, WindowCounts, register_normalizer
+
+if TYPE_CHECKING:
+    from groupwise.records.rollout import GroupRewards
 
 
 def gspo_token(inputs: SurrogateInputs, settings: SurrogateSettings) -> torch.Tensor:

@@ -18,11 +18,12 @@ import torch
 from accelerate.utils import gather_object
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import AGGREGATIONS, GroupRewards, total_rewards
+from groupwise.core.advantages import AGGREGATIONS, total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
 from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
+from groupwise.records.rollout import GroupRewards
 from groupwise.records.serialization import host_copy
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,13 @@ from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import GroupRewards, nan_std, total_rewards, with_small_groups
+from groupwise.core.advantages import nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records.rollout import GroupRewards
 from groupwise.reporting.metrics import check_metric_name
 from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards

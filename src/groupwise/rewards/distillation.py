@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.core.advantages import StepRewards
 from groupwise.errors import ConfigError
+from groupwise.records.rollout import StepRewards
 
 #: Log-probs of this rank's completions under a model, None for the policy: one list per completion.
 CompletionLogprobs = Callable[[nn.Module | None], list[list[float]]]

@@ -17,11 +17,12 @@ import torch
 from groupwise.commands.cli.findings import Finding, fail, ok, warn
 from groupwise.compat.transformers import enable_gradient_checkpointing
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import GroupRewards, step_sum, total_rewards
+from groupwise.core.advantages import total_rewards
 from groupwise.cpu import save_matmul_outputs
 from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
 from groupwise.records import Completion, Experience, RolloutBatch, RolloutRequest
+from groupwise.records.rollout import GroupRewards, step_sum
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.trainer import GRPOTrainer
 
