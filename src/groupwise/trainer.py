@@ -35,11 +35,11 @@ from groupwise.core.metrics import Mean
 from groupwise.cpu import install_cpu_training, linears_path, trim_heap
 from groupwise.data.budget import MicroBatchBudget, micro_batch_budget, reason_for_all_rows
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
 from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.exchange import all_to_all_objects, in_row_order
-from groupwise.data.loaders import TrainerData
+from groupwise.data.loaders import prepare_data
 from groupwise.data.prompt_source import PromptSource
 from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
@@ -97,9 +97,6 @@ if TYPE_CHECKING:
     from groupwise.policy.liger import LigerLoss
 
 logger = logging.getLogger(__name__)
-
-#: Classes of values in the state of a checkpoint.
-_SAVED = (EntropyControl, LeftoverGroups, EvaluatedCompletion)
 
 
 @refuse_unread
@@ -203,7 +200,7 @@ class GRPOTrainer(
             args=args,
             train_dataset=train_dataset,  # as given: self.prompts reads checked rows of it
             eval_dataset=eval_dataset,
-            data=TrainerData(train_dataset, data, args),
+            data=data,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -627,8 +624,10 @@ class GRPOTrainer(
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
-        before = self._settings_before
-        states = checkpointing.load_states(directory, self.args, before, self.accelerator, *_SAVED)
+        records = EntropyControl, LeftoverGroups, EvaluatedCompletion  # in the states, beside those of a step
+        states = checkpointing.load_states(
+            directory, self.args, self._settings_before, self.accelerator, *records
+        )
         self.buffer = self.buffer_class(self.accelerator.device)
         self.leftover_groups = LeftoverGroups()
         self.refresh_settings(new_run=True)

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain, islice, product, zip_longest
 from typing import Any
 
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, IterableDataset
-from transformers import PreTrainedModel
 from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck, known_prompts
-from groupwise.errors import ConfigError, warn_once
-from groupwise.policy.introspection import context_length, text_config
+from groupwise.errors import ConfigError
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
-from groupwise.tokenization.prompts import Prompt, prompt_digest
-from groupwise.tokenization.text import ProcessingClass, text_tokenizer
-
-logger = logging.getLogger(__name__)
-
-#: Least share of the embeddings that the model's own tokenizer uses; the others are padding.
-_LEAST_USED = 0.5
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Data of a trainer, checked as far as possible before they are read.
-
-    train_dataset: as :func:`checked_rows` returns it.
-    eval_datasets: evaluation sets as given, and as :func:`checked_rows` returns them.
-    make_check: returns the check of the rows of a dataset, by its name in messages.
-    """
-
-    train_dataset: Any
-    eval_datasets: list[tuple[Any, Any]]
-    make_check: Callable[[str], PromptCheck]
+from groupwise.tokenization.prompts import prompt_digest
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -110,46 +85,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         columns = columns or list(dataset[0])
     if columns and "prompt" not in columns:
         raise ConfigError(f"{name} has no 'prompt' column; its columns are {', '.join(map(repr, columns))}")
-
-
-def prepare_data(
-    train_dataset: Any,
-    eval_dataset: Any,
-    config: GRPOConfig,
-    model: str | PreTrainedModel,
-    processing_class: ProcessingClass,
-    as_rendered: Callable[[Prompt], Prompt] | None = None,
-) -> PreparedData:
-    """Check every prompt that is available now; prompts computed on access are checked when they are read.
-
-    Args:
-        as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
-
-    Raises:
-        ConfigError: naming the dataset with two image columns, or with one and no processor; or the row whose
-            prompt is missing, empty, too long or cannot be rendered to tokens; or ranks have different data.
-    """
-    context = context_length(model, config)
-    num_embeddings = getattr(text_config(model, config), "vocab_size", None)
-    if num_embeddings and (size := len(text_tokenizer(processing_class))) < _LEAST_USED * num_embeddings:
-        warn_once(
-            logger,
-            "the tokenizer has %d tokens and the model embeds %d: it is probably of another model; leave "
-            "processing_class out to load the model's own",
-            *(size, num_embeddings),
-        )
-
-    def check(name: str) -> PromptCheck:
-        return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
-
-    if train_dataset is not None:
-        train_dataset = checked_rows(train_dataset, check("train_dataset"))
-    evaluated = named_datasets(None, eval_dataset).items()
-    limit = config.eval_max_samples
-    eval_datasets = [(dataset, checked_rows(dataset, check(name), limit)) for name, dataset in evaluated]
-    if config.world_size > 1:
-        check_ranks(named_datasets(train_dataset, eval_dataset), limit)
-    return PreparedData(train_dataset, eval_datasets, check)
 
 
 def checked_rows(dataset: Any, check: PromptCheck, max_rows: int | None = None) -> Any:

@@ -1,22 +1,40 @@
-"""Loaders and samplers that hooks of ``Trainer`` return, and the source of prompts that a run reads."""
+"""Data of a trainer: checked, and as the loaders and samplers that its hooks of ``Trainer`` return."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.dataset_checks import PreparedData, check_dataset, checked_rows, is_streaming
+from groupwise.data.dataset_checks import (
+    check_dataset,
+    check_ranks,
+    checked_rows,
+    is_streaming,
+    named_datasets,
+)
 from groupwise.data.evaluation import EvaluationStream
+from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource
 from groupwise.data.sampler import GroupSampler, as_rows, checked_eval_sampler, data_seed
 from groupwise.distributed import RankSlice
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
+from groupwise.policy.introspection import context_length, text_config
 from groupwise.records import Row
+from groupwise.tokenization.prompts import Prompt
+from groupwise.tokenization.text import ProcessingClass, text_tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: Least share of the embeddings that the model's own tokenizer uses; the others are padding.
+_LEAST_USED = 0.5
 
 
 class GenerationBatches(Dataset[Row]):
@@ -60,20 +78,25 @@ class GenerationBatches(Dataset[Row]):
             yield rows
 
 
+@dataclass(frozen=True)
 class TrainerData:
-    """Datasets of a trainer, with the loaders, samplers and prompt sources that its hooks return.
+    """Checked datasets of a trainer, with the loaders, samplers and prompt sources that its hooks return.
 
-    Args:
-        train_dataset: as given to the trainer.
-        prepared: the datasets, checked.
+    train_dataset: as given to the trainer.
+    rows: the same, as :func:`checked_rows` returns it.
+    eval_datasets: evaluation sets as given, and as :func:`checked_rows` returns them.
+    make_check: returns the check of the rows of a dataset, by its name in messages.
     """
+
+    config: GRPOConfig
+    train_dataset: Any
+    rows: Any
+    eval_datasets: list[tuple[Any, Any]]
+    make_check: Callable[[str], PromptCheck]
 
     collate = staticmethod(as_rows)
     is_streaming = staticmethod(is_streaming)
     checked_eval_sampler = staticmethod(checked_eval_sampler)
-
-    def __init__(self, train_dataset: Any, prepared: PreparedData, config: GRPOConfig) -> None:
-        self.train_dataset, self.prepared, self.config = train_dataset, prepared, config
 
     def group_sampler(self, dataset: Any) -> Sampler[int]:
         """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
@@ -103,11 +126,11 @@ class TrainerData:
         Raises:
             ConfigError: the dataset is missing or cannot be used, or the evaluation batch cuts a group.
         """
-        data, config = self.prepared, self.config
+        config = self.config
         if dataset is None:
             raise ConfigError("there is no eval_dataset; give one to the trainer or to evaluate()")
-        check = data.make_check(name)
-        rows = next((rows for given, rows in data.eval_datasets if given is dataset), None)
+        check = self.make_check(name)
+        rows = next((rows for given, rows in self.eval_datasets if given is dataset), None)
         if rows is None:  # not one that the trainer was built with
             check_dataset(name, dataset)
             rows = checked_rows(dataset, check, config.eval_max_samples)
@@ -142,7 +165,7 @@ class TrainerData:
             generator: iterating the loader draws a seed from it; None: from the one that samples.
         """
         config, repeats = self.config, self.config.micro_batches_per_generation
-        if is_streaming(self.prepared.train_dataset):  # those of the whole run
+        if is_streaming(self.train_dataset):  # those of the whole run
             count = config.max_steps * config.gradient_accumulation_steps
         else:  # of an epoch on each rank
             rows_per_batch = config.prompts_per_batch * config.num_generations
@@ -172,7 +195,7 @@ class TrainerData:
             ConfigError: ``train_dataset`` was replaced after the trainer was built, or dynamic sampling with
                 a dataloader of a subclass.
         """
-        config, data = self.config, self.prepared
+        config = self.config
         if train_dataset is not self.train_dataset:
             raise ConfigError(
                 "trainer.train_dataset was replaced, but its prompts are checked when the trainer is built; "
@@ -190,19 +213,19 @@ class TrainerData:
             from groupwise.data.streaming import LoaderPrompts
 
             return LoaderPrompts(make_loader, share, repeats=repeats)
-        if is_streaming(data.train_dataset):
+        if is_streaming(self.rows):
             from groupwise.data.streaming import StreamPrompts
 
             return StreamPrompts(
-                data.train_dataset,
+                self.rows,
                 share,
-                check=data.make_check("train_dataset"),
+                check=self.make_check("train_dataset"),
                 shuffle=config.shuffle_dataset,
                 seed=data_seed(config),
                 num_workers=config.dataloader_num_workers,
             )
         return DatasetPrompts(
-            data.train_dataset,
+            self.rows,
             make_sampler,
             share,
             prompts_per_batch=config.prompts_per_batch,
@@ -211,3 +234,42 @@ class TrainerData:
             num_workers=config.dataloader_num_workers,
             prefetch_factor=config.dataloader_prefetch_factor,
         )
+
+
+def prepare_data(
+    train_dataset: Any,
+    eval_dataset: Any,
+    config: GRPOConfig,
+    model: str | PreTrainedModel,
+    processing_class: ProcessingClass,
+    as_rendered: Callable[[Prompt], Prompt] | None = None,
+) -> TrainerData:
+    """Check every prompt that is available now; prompts computed on access are checked when they are read.
+
+    Args:
+        as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
+
+    Raises:
+        ConfigError: naming the dataset with two image columns, or with one and no processor; or the row whose
+            prompt is missing, empty, too long or cannot be rendered to tokens; or ranks have different data.
+    """
+    context = context_length(model, config)
+    num_embeddings = getattr(text_config(model, config), "vocab_size", None)
+    if num_embeddings and (size := len(text_tokenizer(processing_class))) < _LEAST_USED * num_embeddings:
+        warn_once(
+            logger,
+            "the tokenizer has %d tokens and the model embeds %d: it is probably of another model; leave "
+            "processing_class out to load the model's own",
+            *(size, num_embeddings),
+        )
+
+    def check(name: str) -> PromptCheck:
+        return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
+
+    rows = None if train_dataset is None else checked_rows(train_dataset, check("train_dataset"))
+    evaluated = named_datasets(None, eval_dataset).items()
+    limit = config.eval_max_samples
+    eval_datasets = [(dataset, checked_rows(dataset, check(name), limit)) for name, dataset in evaluated]
+    if config.world_size > 1:
+        check_ranks(named_datasets(rows, eval_dataset), limit)
+    return TrainerData(config, train_dataset, rows, eval_datasets, check)

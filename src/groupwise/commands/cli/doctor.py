@@ -29,7 +29,8 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns, prepare_data
+from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
+from groupwise.data.loaders import prepare_data
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
 from groupwise.policy.introspection import context_length, load_config, text_config
