@@ -89,44 +89,46 @@ class PromptCheck:
         self.check_prompt(row["prompt"], index)
 
     def check_prompt(self, prompt: Any, index: int) -> None:
-        where = f"{self.name}, row {index}"
+        try:
+            self._check_prompt(prompt, index)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}, row {index}: {error}") from None
+
+    def _check_prompt(self, prompt: Any, index: int) -> None:
         messages = isinstance(prompt, list) and all(
             isinstance(message, dict) and "role" in message for message in prompt
         )
         if not (isinstance(prompt, str) or messages):
             raise ConfigError(
-                f"{where}: the prompt is {prompt!r:.80} ({type(prompt).__name__}); allowed: a string, or a "
-                "list of messages with a 'role'"
+                f"the prompt is {prompt!r:.80} ({type(prompt).__name__}); allowed: a string, or a list of "
+                "messages with a 'role'"
             )
         if len(prompt) == 0:
-            raise ConfigError(f"{where}: the prompt is empty; remove the row or give it a prompt")
+            raise ConfigError("the prompt is empty; remove the row or give it a prompt")
         if replace_surrogates(prompt) != prompt:
             raise ConfigError(
-                f"{where}: the prompt has a lone surrogate, half of a character, which no tokenizer encodes: "
+                "the prompt has a lone surrogate, half of a character, which no tokenizer encodes: "
                 f"{prompt!r:.200}; repair the text, for example with text.encode('utf-16', "
                 "'surrogatepass').decode('utf-16', 'replace')"
             )
         if self.as_rendered is not None:
-            self._check_tokens(prompt, where, self.as_rendered)
+            self._check_tokens(prompt, index, self.as_rendered)
         if self.context is not None:
-            self._check_length(prompt, where, self.context)
+            self._check_length(prompt, self.context)
 
-    def _check_tokens(self, prompt: Prompt, where: str, as_rendered: Callable[[Prompt], Prompt]) -> None:
+    def _check_tokens(self, prompt: Prompt, index: int, as_rendered: Callable[[Prompt], Prompt]) -> None:
         """Check that the prompt has tokens, all of which the model embeds.
 
         A chat template decides by the roles and the kinds of content, so that one chat of each shape is
         rendered; so is every prompt that may have a token without an embedding.
         """
         with_images = is_processor(self.processing_class)
-        try:
-            given = prompt if with_images else as_rendered(prompt)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        given = prompt if with_images else as_rendered(prompt)
         if isinstance(prompt, str):
             problem = text_problem(self.tokenizer, prompt, adds_bos=not with_images)
             if problem and problem not in self.problems:
                 self.problems.add(problem)
-                logger.warning("%s: %s", where, problem)
+                logger.warning("%s, row %d: %s", self.name, index, problem)
         chat = given if is_conversational(given) else []
         for i, message in enumerate(chat):
             # Tool calls or thoughts may be in the place of the content.
@@ -134,7 +136,7 @@ class PromptCheck:
             if message.get("content") is not None or any(others):
                 continue
             raise ConfigError(
-                f"{where}: message {i} of the prompt has no content, which a chat template prints as "
+                f"message {i} of the prompt has no content, which a chat template prints as "
                 f"'None' or rejects: {prompt!r:.200}; give it a text, if only '', or remove the message"
             )
         shape = _shape(given)
@@ -142,12 +144,7 @@ class PromptCheck:
             return
         text = given
         if is_conversational(given):
-            try:
-                text = render_chat(
-                    self.processing_class, given, self.template_kwargs, with_images=with_images
-                )
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from None
+            text = render_chat(self.processing_class, given, self.template_kwargs, with_images=with_images)
         if with_images:  # the tokens of images are known only after processing them
             ids, is_empty = [], not text
         else:
@@ -156,11 +153,11 @@ class PromptCheck:
         if is_empty:
             source = "the chat template renders nothing for" if chat else "the tokenizer finds no token in"
             remedy = ", or set processing_class.chat_template" if chat else ""
-            raise ConfigError(f"{where}: {source} the prompt {prompt!r:.200}; change the prompt{remedy}")
+            raise ConfigError(f"{source} the prompt {prompt!r:.200}; change the prompt{remedy}")
         beyond = [token for token in ids if self.unembedded and token >= cast(int, self.num_embeddings)]
         if beyond:
             raise ConfigError(
-                f"{where}: the prompt has the token {self.tokenizer.convert_ids_to_tokens(beyond[0])!r} "
+                f"the prompt has the token {self.tokenizer.convert_ids_to_tokens(beyond[0])!r} "
                 f"(id {beyond[0]}), but the model has {self.num_embeddings} token embeddings and the "
                 f"tokenizer {len(self.tokenizer)} tokens; use the model's own tokenizer, or pass the model "
                 f"after model.resize_token_embeddings({len(self.tokenizer)})"
@@ -174,7 +171,7 @@ class PromptCheck:
         text = "".join(map(message_text, prompt)) if is_conversational(prompt) else prompt
         return any(token in text for token in self.unembedded)
 
-    def _check_length(self, prompt: Any, where: str, context: Context) -> None:
+    def _check_length(self, prompt: Any, context: Context) -> None:
         room = context.tokens - self.config.max_completion_length
         is_chat = is_conversational(prompt)
         if is_chat and not self.can_measure_chats:
@@ -191,7 +188,7 @@ class PromptCheck:
         self.template_tokens = length if self.template_tokens is None else self.template_tokens
         if length > room:
             raise ConfigError(
-                f"{where}: the prompt has {length} tokens, but a context of {context.tokens} "
+                f"the prompt has {length} tokens, but a context of {context.tokens} "
                 f"({context.setting}) leaves {max(room, 0)} beside "
                 f"max_completion_length={self.config.max_completion_length}; shorten or remove it, "
                 + (f"set max_prompt_length={room}, " if room > 0 else "")
