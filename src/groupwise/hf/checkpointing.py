@@ -179,9 +179,8 @@ def load_states(
     first = _load_state(directory, 0, *records)
     saved, now = first["world_size"], config.world_size
     if saved == now:
-        return [
-            first if config.process_index == 0 else _load_state(directory, config.process_index, *records)
-        ]
+        rank = config.process_index
+        return [first if rank == 0 else _load_state(directory, rank, *records)]
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp and not accelerator.is_fsdp2:
         raise ConfigError(
