@@ -17,6 +17,7 @@ MERGING = ("tests/core/test_metric_merging.py",)
 PADDING = ("tests/core/test_pad_sequences.py",)
 REGISTRATION = ("tests/core/test_registration.py",)
 VARIANTS = ("tests/reference/test_variants.py",)
+ROWS = ("tests/trainer/test_rollouts_of_several_rows.py", "-k", "worked_example or masked_rows")
 CONFIDENCE = ("tests/core/test_confidence.py",)
 STEPS = ("tests/mixins/test_reward_mixin.py", "-k", "steps or step_rewards")
 STREAMS = ("tests/test_random_state.py", "-k", "streams")
@@ -141,6 +142,15 @@ CORE = [
         ("max(counts.tokens, 1)", "rows.mask_BT.sum().clamp(min=1)", WEIGHTS),
         ("max(counts.tokens, 1)", "counts.sequences", WEIGHTS),
         ("counts.world_size / counts.sequences", "1 / counts.sequences", WEIGHTS),
+    ),
+    *edits_of(
+        "core/row_weights.py",
+        (".clamp(min=1)", "", ROWS),
+        ("repeat_interleave(masks_BKT", "repeat(masks_BKT", ROWS),
+        ("view_as(masks_BKT).sum(1)", "view_as(masks_BKT).mean(1)", ROWS),
+        ("row_BT[index, start:] += 1", "row_BT[index, start] += 1", ROWS),
+        ("1 + max((len(starts", "max((len(starts", ROWS),
+        ("* batch.loss_mask_BT.float()", "* batch.completion_mask_BT.float()", ROWS),
     ),
     *_of(
         "objectives.py",

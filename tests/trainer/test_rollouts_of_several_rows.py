@@ -224,8 +224,9 @@ def test_the_gradient_of_forks_is_the_rule_of_the_documentation(
 
 def experience(mask_BT: torch.Tensor, groups: list[int], contexts: Any) -> Experience:
     ones_B1 = torch.ones(len(mask_BT), 1, dtype=torch.long)
+    real_BT = mask_BT.flip(1).cummax(1).values.flip(1)  # up to the last loss token; results of tools too
     return Experience(
-        prompt_ids_BL=ones_B1, prompt_mask_BL=ones_B1, completion_ids_BT=mask_BT, completion_mask_BT=mask_BT,
+        prompt_ids_BL=ones_B1, prompt_mask_BL=ones_B1, completion_ids_BT=mask_BT, completion_mask_BT=real_BT,
         loss_mask_BT=mask_BT, group_ids_B=torch.tensor(groups), old_logps_BT=mask_BT.float(),
         contexts=contexts, advantages_BX=ones_B1.float(),
     )  # fmt: skip
@@ -247,6 +248,10 @@ def test_the_worked_example_of_the_documentation() -> None:
         expected = mask * torch.tensor([[first], [second]])
         weights = weigh_rows(NORMALIZERS[name], batch, counts)
         torch.testing.assert_close(weights, expected)
+    # Of two prompts: A has 6 of the loss tokens, in both of its rows, and B has 2.
+    batch, counts = experience(mask, [0, 1], batch.contexts), replace(counts, group_tokens={0: 6, 1: 2})
+    weights = weigh_rows(NORMALIZERS["prompt_mean"], batch, counts)
+    torch.testing.assert_close(weights, mask * torch.tensor([[1 / 12], [1 / 4]]))
 
 
 def test_a_rollout_of_masked_rows_counts_as_one_and_a_dropped_one_as_none(tmp_path: Path) -> None:
