@@ -58,7 +58,7 @@ docs: $(VENV)/installed
 	$(PYTHON) scripts/generate_docs.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
-# Applies small edits to core/, data/ and mixins/ one at a time and shows that each makes a test fail.
+# Applies small edits to core/, data/, mixins/ and others one at a time and shows that each makes a test fail.
 mutation: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(PYTHON) tests/mutation/mutate.py --jobs $(JOBS)
 

@@ -144,6 +144,12 @@ CORE = [
         ("counts.world_size / counts.sequences", "1 / counts.sequences", WEIGHTS),
     ),
     *edits_of(
+        "records/rollout.py",
+        ("math.fsum(r for _, r in steps)", "max(r for _, r in steps)", STEPS),
+        (" if steps else math.nan", "", STEPS),
+        ("varies_P[group] |= len(", "varies_P[group] = len(", STEPS),
+    ),
+    *edits_of(
         "core/row_weights.py",
         (".clamp(min=1)", "", ROWS),
         ("repeat_interleave(masks_BKT", "repeat(masks_BKT", ROWS),
@@ -197,9 +203,6 @@ CORE = [
     *_of(
         "advantages.py",
         ("STD_EPSILON = 1e-4", "STD_EPSILON = 1e-6", ADVANTAGES),
-        ("math.fsum(r for _, r in steps)", "max(r for _, r in steps)", STEPS),
-        (" if steps else math.nan", "", STEPS),
-        ("varies_P[group] |= len(", "varies_P[group] = len(", STEPS),
         ("(count - 1).clamp", "count.clamp", ADVANTAGES),
         ("centred.square().sum(dim, keepdim=True)", "centred.square().sum()", ADVANTAGES),
         ("(rewards_NF * weights_F)", "rewards_NF", ADVANTAGES),

@@ -6,5 +6,6 @@ from core_edits import CORE
 from cpu_edits import CPU
 from data_edits import DATA
 from mixin_edits import MIXINS
+from run_edits import RUNS
 
-MUTATIONS = [*CORE, *CPU, *DATA, *MIXINS]
+MUTATIONS = [*CORE, *CPU, *DATA, *MIXINS, *RUNS]

@@ -1,0 +1,57 @@
+"""Edits of ``groupwise.hf`` and ``groupwise.commands``: marks of a step, repeated windows, sweeps."""
+
+from __future__ import annotations
+
+from mutation import edits_of
+
+MARKS = ("tests/hf/test_step_state.py",)
+MEMORY = ("tests/hf/test_out_of_memory.py",)
+PRUNING = ("tests/commands/sweeps/test_pruning.py",)
+ADAPTERS = ("tests/commands/sweeps/test_row_adapters.py",)
+COMMANDS = ("tests/commands/sweeps/test_commands.py",)
+
+RUNS = [
+    *edits_of(
+        "hf/step_state.py",
+        ("return dict(self._marks)", "return self._marks", MARKS),
+        ("        self._begun_at = None  # a step that", "        # a step that", MARKS),
+        ("restore(marks[name])\n        self.reset()\n", "restore(marks[name])\n", MARKS),
+        ("            self.restore(marks)\n", "", MARKS),
+        ("self._begun_at == self.global_step()", "self._begun_at is not None", MARKS),
+    ),
+    *edits_of(
+        "hf/out_of_memory.py",
+        ("                component.restore(mark)\n", "                pass\n", MEMORY),
+        ("            model.zero_grad()\n", "", MEMORY),
+        ("self._attempt(model, self._window, num", "self._attempt(model, [inputs], num", MEMORY),
+        ("if not is_out_of_memory(error):", "if False:", MEMORY),
+        (
+            "            self._window = []\n        return loss",
+            "            pass\n        return loss",
+            MEMORY,
+        ),
+    ),
+    *edits_of(
+        "commands/sweeps/pruning.py",
+        ("if step % self.eval_steps == 0", "if True", PRUNING),
+        ("if step <= self._compared:", "if step < self._compared:", PRUNING),
+        ("        self._compared = step\n", "", PRUNING),
+        ("set.intersection(*waited_for)", "set.union(*waited_for)", PRUNING),
+        ("step // self.eval_steps, len", "1, len", PRUNING),
+        ("found if run.name in active]", "found]", PRUNING),
+        ("num_runs * (num_runs - 1) // 2", "num_runs - 1", PRUNING),
+        ("if not share_base:", "if False:", PRUNING),
+    ),
+    *edits_of(
+        "commands/sweeps/adapters.py",
+        ("b.append(weight_b * layer.scaling[name])", "b.append(weight_b)", ADAPTERS),
+        ("hidden_RSC.where(self.runs.mask(self.ranks), 0.0)", "hidden_RSC", ADAPTERS),
+        ("own if type(parameter) is nn.Parameter else parameter", "parameter", ADAPTERS),
+    ),
+    *edits_of(
+        "commands/sweeps/commands.py",
+        ("os.replace(path, taken)", "shutil.copy(path, taken)", COMMANDS),
+        ("left.unlink(missing_ok=True)", "pass", COMMANDS),
+        ('raise ConfigError(given["text"])', 'return str(given["text"])', COMMANDS),
+    ),
+]
