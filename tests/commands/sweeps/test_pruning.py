@@ -68,6 +68,8 @@ def test_runs_are_compared_once_per_evaluation_when_all_active_ones_have_its_sco
     assert (found.name, found.leader) == ("c", "a")
     assert found.upper == gain_interval(low_P - high_P, 2, 0.05 / 3)[1]
     assert pruning.losing_runs(scores, ["copy"]) == []
+    scores["a"][15], scores["c"][15] = high_P, low_P  # c was stopped after this evaluation
+    assert pruning.losing_runs(scores, "a") == []
 
 
 @pytest.mark.parametrize(
