@@ -11,7 +11,9 @@ from groupwise.distributed import (
     RankStages,
     any_rank,
     broadcast_from_first,
+    gathers_in_forwards,
     is_sharded,
+    largest,
     rows_of_rank,
 )
 
@@ -32,6 +34,7 @@ def test_a_group_may_be_split_over_ranks(rank, rows, prompts):
 def test_one_process_agrees_with_itself_and_shards_nothing():
     accelerator = Accelerator(cpu=True)
     assert any_rank(accelerator, True) and not any_rank(accelerator, False)
+    assert largest(accelerator, 3) == 3 and not gathers_in_forwards(accelerator)
     assert not is_sharded(accelerator)
     with pytest.raises(ZeroDivisionError):
         broadcast_from_first(lambda: 1 / 0, True, 1)

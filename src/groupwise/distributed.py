@@ -56,6 +56,11 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
+def gathers_in_forwards(accelerator: Accelerator) -> bool:
+    """Return True under FSDP and ZeRO-3: a prepared model gathers its parameters in every forward pass."""
+    return accelerator.distributed_type == DistributedType.FSDP or is_zero3_enabled()
+
+
 def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
     """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
     return is_zero3_enabled() or is_fsdp_managed(model)
@@ -63,8 +68,12 @@ def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:
     """Return True on every rank if ``flag`` is true on one of them. A collective: all ranks call it."""
-    count = torch.tensor(int(flag), device=accelerator.device)
-    return accelerator.reduce(count, "sum").item() > 0
+    return largest(accelerator, int(flag)) > 0
+
+
+def largest(accelerator: Accelerator, value: int) -> int:
+    """Return the largest value of all ranks. A collective: all ranks call it."""
+    return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
 
 
 def gather_or_raise(value: T, failure: Exception | None) -> list[T]:

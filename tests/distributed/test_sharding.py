@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.distributed
 
-CASES = ("all", "LoRA", "sync_ref_model")
+#: The ranks of these have different numbers of forward passes.
+FORKED = ("forked, gated delta net", "forked, gated delta net, LoRA")
+
+CASES = ("all", "LoRA", "sync_ref_model", *FORKED)
 
 
 def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
@@ -25,14 +28,7 @@ def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     results = torch.load(tmp_path / "fsdp2.pt", weights_only=True)
     for case in CASES:
-        assert not isinstance(results[case], str), results[case]
-        alone = worker.update(tmp_path / "alone", case, processes=1, total=2)
-        assert results[case].keys() == alone.keys()
-        for name, weight in results[case].items():
-            torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
-        start = worker.worker.policy().state_dict()
-        moved = [(alone[name] - start.get(name, 0)).abs().max() for name in alone if "lora_A" not in name]
-        assert max(moved) > 1e-4, case
+        check_updates(results[case], tmp_path / "alone", case)
     saved = AutoModelForCausalLM.from_pretrained(
         tmp_path / "fsdp2" / "saved", dtype=torch.float32
     ).state_dict()
@@ -40,6 +36,18 @@ def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
         assert torch.equal(weight, results["resumed"][name]), name
         assert torch.equal(weight, saved[name]), name
     check_refusals(results)
+
+
+def check_updates(found: Any, output_dir: Path, case: str, total: int = 2) -> None:
+    """The weights after the steps of a case are those of one process with the rows of ``total``."""
+    assert not isinstance(found, str), found
+    alone = worker.update(output_dir, case, processes=1, total=total)
+    assert found.keys() == alone.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
+    start = worker.CASES[case].get("make_model", worker.worker.policy)().state_dict()
+    moved = [(alone[name] - start.get(name, 0)).abs().max() for name in alone if "lora_A" not in name]
+    assert max(moved) > 1e-4, case
 
 
 def check_refusals(results: dict[str, Any]) -> None:
@@ -51,10 +59,16 @@ def check_refusals(results: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_zero_compares_loaded_weights_with_the_checkpoint(tmp_path: Path, engine: str) -> None:
-    done = run_ranks(worker.__file__, tmp_path, engine, 2, "refused", timeout=290)
+def test_zero_trains_the_same_and_compares_loaded_weights_with_the_checkpoint(
+    tmp_path: Path, engine: str
+) -> None:
+    cases = FORKED if engine == "zero3" else ()
+    done = run_ranks(worker.__file__, tmp_path, engine, 2, *cases, "refused", timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    check_refusals(torch.load(tmp_path / f"{engine}.pt", weights_only=True))
+    results = torch.load(tmp_path / f"{engine}.pt", weights_only=True)
+    check_refusals(results)
+    for case in cases:
+        check_updates(results[case], tmp_path / "alone", case)
 
 
 def of_ranks(directory: Path, processes: int, engine: str, *cases: str) -> dict[str, Any]:
@@ -71,10 +85,7 @@ def test_zero3_on_four_processes_trains_as_one_process_does(tmp_path: Path) -> N
     cases = "all", "LoRA"
     results = of_ranks(tmp_path, 4, "zero3", *cases)
     for case in cases:
-        alone = worker.update(tmp_path / "alone", case, processes=1, total=4)
-        assert results[case].keys() == alone.keys()
-        for name, weight in results[case].items():
-            torch.testing.assert_close(weight, alone[name], atol=2e-6, rtol=0, msg=f"{case}, {name}")
+        check_updates(results[case], tmp_path / "alone", case, total=4)
 
 
 def test_fsdp2_in_bf16_differs_by_rounding_from_one_process(tmp_path: Path) -> None:

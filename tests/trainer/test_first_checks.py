@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support.architectures import LINEAR, SIZES
 from support.configs import oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
@@ -503,3 +504,10 @@ def test_a_tokenizer_of_another_model_is_said(tmp_path, caplog):
     assert (
         "the tokenizer has 32 tokens and the model embeds 65: it is probably of another model" in caplog.text
     )
+
+
+def test_fsdp_shards_the_layers_that_a_model_has(tmp_path):
+    """A Qwen3.5 for text names the blocks of a vision tower, which accelerate would look for."""
+    config = transformers.Qwen3_5TextConfig(**{**SIZES, "vocab_size": 32}, **LINEAR)
+    run = trainer(tmp_path, model=transformers.Qwen3_5ForCausalLM(config))
+    assert set(run.model._no_split_modules) == {"Qwen3_5DecoderLayer"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import attention_implementation, is_stateful, supports_sdpa
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.distributed import any_rank, is_sharded
+from groupwise.distributed import any_rank, gathers_in_forwards, is_sharded, largest
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook, supports_packing
 from groupwise.policy.heads.capture import LogprobHead
@@ -113,11 +114,16 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
     return None
 
 
-def _reason_for_one_forward(config: GRPOConfig, accelerator: Accelerator) -> str:
+def _reason_for_one_forward(policy: nn.Module, config: GRPOConfig, accelerator: Accelerator) -> str:
     """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
     checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
+    in_lockstep = gathers_in_forwards(accelerator)
     reasons = {
-        "sharded parameters need as many forward passes on every rank": is_sharded(accelerator),
+        "FSDP version 1 takes one forward pass before a backward pass": in_lockstep
+        and accelerator.distributed_type == DistributedType.FSDP
+        and not accelerator.is_fsdp2,
+        "with sharded parameters, ranks with and without images would run other forward passes": in_lockstep
+        and not is_text_only(policy),
         "a compiled model takes no cache": config.torch_compile,
         "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)
         and checkpointing.get("use_reentrant"),
@@ -144,7 +150,7 @@ def make_logprob_computer(
         group_size=config.num_generations,
         with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
         on_gpu=accelerator.device.type == "cuda",
-        one_forward=_reason_for_one_forward(config, accelerator),
+        one_forward=_reason_for_one_forward(policy, config, accelerator),
     )
     head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
@@ -154,6 +160,7 @@ def make_logprob_computer(
         path.choice,
         head,
         partial(any_rank, accelerator),
+        partial(largest, accelerator) if gathers_in_forwards(accelerator) else None,
         sharded=is_sharded(accelerator),
         mixed_precision=autocast_dtype(accelerator),
         explicit=config.sequence_layout != "auto",

@@ -53,6 +53,8 @@ class LogprobComputer:
 
     Args:
         any_rank: returns True if its argument is true on a rank; called once per check, by all ranks.
+        largest: returns the largest of the arguments of all ranks, which call it before the passes of a
+            micro-batch to run as many; None: ranks need not run as many.
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
@@ -69,6 +71,7 @@ class LogprobComputer:
         layout: str,
         head: LogprobHead,
         any_rank: Callable[[bool], bool] = bool,
+        largest: Callable[[int], int] | None = None,
         *,
         sharded: bool = False,
         mixed_precision: torch.dtype | None = None,
@@ -77,7 +80,7 @@ class LogprobComputer:
     ) -> None:
         self.layout = layout
         self.head = head
-        self.any_rank = any_rank
+        self.any_rank, self.largest = any_rank, largest
         self.sharded = sharded
         self.mixed_precision = mixed_precision
         self.explicit = explicit
@@ -110,9 +113,15 @@ class LogprobComputer:
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, parts: Any = None
     ) -> LogprobOutput:
         """Compute log-probs in a layout other than "padded"."""
-        in_passes = self.layout == "forked"
-        compute = forked_layout().compute_forked_logprobs if in_passes else compute_packed_logprobs
-        return compute(model, batch, self._pack(batch, parts), self.head, with_entropy=with_entropy)
+        packed, head = self._pack(batch, parts), self.head
+        if self.layout != "forked":
+            return compute_packed_logprobs(model, batch, packed, head, with_entropy=with_entropy)
+        passes = self.largest(packed.num_passes()) if self.largest is not None else 0
+        compute = forked_layout().compute_forked_logprobs
+        output: LogprobOutput = compute(
+            model, batch, packed, head, with_entropy=with_entropy, num_passes=passes
+        )
+        return output
 
     def _supports(self, model: nn.Module) -> bool:
         """Return True if ``model`` takes the layout of the run; installs the attention hook if it is needed.

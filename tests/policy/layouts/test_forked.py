@@ -6,6 +6,7 @@ Files: ``policy/layouts/forked.py``.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -320,6 +321,30 @@ def test_the_table_of_architectures_says_what_auto_takes():
         name = re.sub("ForCausalLM|LMHeadModel", "", type(model).__name__)
         name = name.replace("ForConditionalGeneration", ", images")
         assert layouts[name] == [f"`{path.choice}`", loop.replace("transformers", "`generate`")]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
+def test_added_passes_change_nothing_and_each_has_a_backward_of_every_module(name):
+    """With sharded parameters ranks must gather equally often: in each forward and in its backward."""
+    model, batch = build(*STATES[name]), completions(LENGTHS)
+    num_passes = fork_sequences(batch).num_passes() + 2
+    assert num_passes == 2 + 4 + 2  # prompts of 3 and 9 tokens, four blocks of completions, added ones
+
+    def compute_more(model, batch, head, *, with_entropy):
+        plan = fork_sequences(batch)
+        return compute_forked_logprobs(
+            model, batch, plan, head, with_entropy=with_entropy, num_passes=num_passes
+        )
+
+    expected = values_and_gradients(model, batch, compute)
+    counts = Counter()
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *_, path=path: counts.update([path]))
+            module.register_full_backward_hook(lambda *_, path=path: counts.update([path]))
+    found = values_and_gradients(model, batch, compute_more)
+    assert_equal(found, expected, tolerance=0)
+    assert len(counts) > 15 and set(counts.values()) == {2 * num_passes}
 
 
 def test_auto_takes_it_where_prompts_cannot_be_packed():

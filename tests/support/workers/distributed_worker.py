@@ -28,12 +28,19 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import ProcessRewardModel, get_distillation_reward
 from groupwise.trainer import GRPOTrainer
+from support.architectures import LINEAR, SIZES
 from support.iterative_runs import reward_model
 from support.iterative_runs import runner as iterative_runner
 from support.process_rewards import step_classifier
@@ -131,6 +138,12 @@ def policy(seed: int = 0) -> LlamaForCausalLM:
     )
 
 
+def gated_delta_net() -> Qwen3_5ForCausalLM:
+    """Two layers of linear attention and one of full attention."""
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **LINEAR, initializer_range=0.08))
+
+
 def prompts(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": [f"say {'x' * (i % 4)}{i}" for i in range(count)]})
 
@@ -176,7 +189,7 @@ def fails_on_second(completions: list[str], **_: Any) -> list[float]:
 
 
 def make_trainer(
-    output_dir: str | Path, kind: type[GRPOTrainer] | None = None, **settings: Any
+    output_dir: str | Path, kind: type[GRPOTrainer] | None = None, make_model: Any = None, **settings: Any
 ) -> GRPOTrainer:
     given = {
         "reward_funcs": vowels,
@@ -201,7 +214,10 @@ def make_trainer(
     }
     kind = kind or GRPOTrainer  # looked up at each call: a worker replaces it
     return kind(
-        model=policy(), args=GRPOConfig(**{**defaults, **settings}), processing_class=tokenizer(), **given
+        model=(make_model or policy)(),
+        args=GRPOConfig(**{**defaults, **settings}),
+        processing_class=tokenizer(),
+        **given,
     )
 
 

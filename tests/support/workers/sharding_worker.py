@@ -31,9 +31,19 @@ FILE = Path(__file__).parents[3] / "examples" / "accelerate" / "fsdp2.yaml"
 PATIENCE = float(os.environ.get("PATIENCE", 280))
 #: Completions of a micro-batch on all processes; groups of 4 on 2 and 4 processes with 6 and 3 rows.
 ROWS = 12
+FORKED = {
+    **{"sequence_layout": "forked", "make_model": worker.gated_delta_net},
+    **{"gradient_checkpointing": True, "learning_rate": 0.05},
+}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in worker.OBJECTIVES},
     **{layout: {"sequence_layout": layout} for layout in ("padded", "packed", "shared_prefix", "forked")},
+    "forked, gated delta net": FORKED,
+    "forked, gated delta net, LoRA": {
+        **FORKED,
+        "peft_config": LoraConfig(r=4, target_modules="all-linear"),
+        "beta": 0.1,
+    },
     "accumulation": {"accumulate": 2},
     "gradient clipping": {"max_grad_norm": 0.05},
     "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1},

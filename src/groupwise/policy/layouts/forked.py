@@ -13,6 +13,12 @@ for models of images, which are inputs of the first pass alone::
 Only prompts of one length share a first pass, so that no padding precedes a prompt, and only completions of
 similar length share a further pass. Gradients flow through the copies into the first pass.
 
+With sharded parameters every pass gathers them, on all ranks together: ranks with fewer passes add passes
+over two tokens, and the backward of every pass begins at its output, so that all ranks gather in one order::
+
+    rank 0    prompts, completions, prompts, completions
+    rank 1    prompts, completions, 2 tokens, 2 tokens       gradient 0 of the outputs that no loss uses
+
 Axes: B rows of the batch, P distinct prompts, L prompt tokens, R rows of a pass, T completion tokens.
 """
 
@@ -27,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -108,6 +115,11 @@ class ForkedSequences:
         padded = 0 if self.padded is None else self.padded.num_tokens()
         return prompts + sum(part.input_ids_RT.numel() for part in parts) + padded
 
+    def num_passes(self) -> int:
+        """Return the number of forward passes."""
+        first = sum(fork.prompt_ids_PL.numel() > 0 for fork in self.forks)
+        return first + sum(len(fork.parts) for fork in self.forks) + (self.padded is not None)
+
 
 def plan_forks(shape: Shape, rows: Sequence[int]) -> list[tuple[list[list[int]], list[list[int]]]]:
     """Return the groups of each length of a prompt, and the blocks of rows that continue them together.
@@ -179,13 +191,20 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
 
 
 def compute_forked_logprobs(
-    model: nn.Module, batch: TokenBatch, forked: ForkedSequences, head: LogprobHead, *, with_entropy: bool
+    model: nn.Module,
+    batch: TokenBatch,
+    forked: ForkedSequences,
+    head: LogprobHead,
+    *,
+    with_entropy: bool,
+    num_passes: int = 0,
 ) -> LogprobOutput:
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
     Args:
         model: one for which :func:`cannot_fork` returned None.
         forked: the same sequences from :func:`fork_sequences`.
+        num_passes: forward passes of every rank, if all must run as many; 0: those of ``forked``.
 
     Returns:
         log-probs and entropies (B, T), float32, arbitrary on padding.
@@ -197,6 +216,7 @@ def compute_forked_logprobs(
     order: list[torch.Tensor] = []
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
+    unused: list[torch.Tensor] = []  # outputs of passes that no loss reads
     width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
 
     def add(rows_R: torch.Tensor, logps_RT: torch.Tensor, entropy_RT: torch.Tensor | None) -> None:
@@ -208,7 +228,7 @@ def compute_forked_logprobs(
 
     for fork in forked.forks:
         prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
-        start_P1 = _read_prompts(model, fork, prompt, accepted)
+        start_P1 = _read_prompts(model, fork, prompt, accepted, unused)
         for part in fork.parts:
             before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
             cache = ForkableCache(before, num_tokens, keep=False)
@@ -230,8 +250,30 @@ def compute_forked_logprobs(
         output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy)
         rows_R = torch.tensor(forked.padded_rows, device=output.logps_BT.device)
         add(rows_R, output.logps_BT, output.entropy_BT)
+    for _ in range(num_passes - forked.num_passes()):
+        ids_12 = batch.prompt_ids_BL[:1, -1:].expand(1, 2)  # not one token: see _width
+        unused.append(model(input_ids=ids_12, logits_to_keep=1, use_cache=False).logits)
+    if num_passes:
+        logps[0] = _WithUnused.apply(logps[0], *unused)
     back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
     return LogprobOutput(torch.cat(logps)[back_B], torch.cat(entropies)[back_B] if entropies else None)
+
+
+class _WithUnused(torch.autograd.Function):
+    """Log-probs as they are; their backward gives a gradient of 0 to outputs that they do not depend on.
+
+    Without it the last layer and the head of such a pass have no backward, and their ranks gather less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logps_RT: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        ctx.unused = [(output.shape, output.dtype) for output in unused]
+        return logps_RT.view_as(logps_RT)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient_RT,) = gradients
+        return gradient_RT, *(gradient_RT.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.unused)
 
 
 def _inputs_of(
@@ -244,8 +286,13 @@ def _inputs_of(
     return inputs
 
 
-def _read_prompts(model: nn.Module, fork: Fork, cache: ForkableCache, accepted: set[str]) -> torch.Tensor:
-    """Write the prompts of ``fork`` and their images to ``cache``; returns their next positions (P, 1)."""
+def _read_prompts(
+    model: nn.Module, fork: Fork, cache: ForkableCache, accepted: set[str], unused: list[torch.Tensor]
+) -> torch.Tensor:
+    """Write the prompts of ``fork`` and their images to ``cache``; returns their next positions (P, 1).
+
+    Adds the logits of the last positions to ``unused``.
+    """
     ids_PL = fork.prompt_ids_PL
     size, length = ids_PL.shape
     start_P1 = ids_PL.new_zeros(size, 1)
@@ -259,7 +306,8 @@ def _read_prompts(model: nn.Module, fork: Fork, cache: ForkableCache, accepted: 
         inputs.pop("position_ids", None)
     with checkpoints_keep_cache(model):
         # Below DDP: its hooks fire once per backward pass, whichever passes a parameter was used in.
-        unwrapped(model)(**inputs, logits_to_keep=1, use_cache=False)
+        called = unwrapped(model) if isinstance(model, DistributedDataParallel) else model
+        unused.append(called(**inputs, logits_to_keep=1, use_cache=False).logits)
     cache.check_written()
     # An image takes fewer positions than tokens.
     return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
