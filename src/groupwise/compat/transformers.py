@@ -74,6 +74,16 @@ def is_fsdp_managed(model: nn.Module) -> bool:
     return is_fsdp_managed_module(model)
 
 
+def keep_undivided_layers(model: PreTrainedModel) -> None:
+    """Remove classes that ``model`` does not have from those whose modules FSDP shards as a unit.
+
+    accelerate refuses such a name: a Qwen3.5 for text names the blocks of its vision tower.
+    """
+    classes, named = {type(module).__name__ for module in model.modules()}, model._no_split_modules
+    if named and not classes.issuperset(named):
+        model._no_split_modules = type(named)(name for name in named if name in classes)
+
+
 def name_or_path(config: PretrainedConfig | None) -> str:
     """Return the hub id or directory that a model was loaded from, or ""."""
     return getattr(config, "_name_or_path", "") or ""

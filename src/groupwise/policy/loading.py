@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from groupwise.compat.transformers import image_text_model_class, name_or_path
+from groupwise.compat.transformers import image_text_model_class, keep_undivided_layers, name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.heads.weights import check_head, output_head
@@ -77,7 +77,7 @@ def prepare_policy(
         cast_head_to_fp32(policy)
     keep_4bit_weights_unpacked(policy)
     make_generation_config_savable(policy)
-    keep_layers_of_model(policy)
+    keep_undivided_layers(policy)
     policy = apply_peft(policy, peft_config)
     if has_adapter(policy) and not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ConfigError(
@@ -234,16 +234,6 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def keep_layers_of_model(model: PreTrainedModel) -> None:
-    """Remove classes that the model does not have from those whose modules FSDP shards as a unit.
-
-    accelerate refuses such a name: a Qwen3.5 for text names the blocks of its vision tower.
-    """
-    classes, named = {type(module).__name__ for module in model.modules()}, model._no_split_modules
-    if named and not classes.issuperset(named):
-        model._no_split_modules = type(named)(name for name in named if name in classes)
 
 
 def make_generation_config_savable(model: PreTrainedModel) -> None:

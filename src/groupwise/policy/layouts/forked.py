@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -217,6 +216,8 @@ def compute_forked_logprobs(
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     unused: list[torch.Tensor] = []  # outputs of passes that no loss reads
+    # Below DDP, whose hooks fire once per backward pass; not below a wrapper that gathers parameters.
+    reader = model if num_passes else unwrapped(model)
     width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
 
     def add(rows_R: torch.Tensor, logps_RT: torch.Tensor, entropy_RT: torch.Tensor | None) -> None:
@@ -228,7 +229,7 @@ def compute_forked_logprobs(
 
     for fork in forked.forks:
         prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
-        start_P1 = _read_prompts(model, fork, prompt, accepted, unused)
+        start_P1 = _read_prompts(reader, fork, prompt, accepted, unused)
         for part in fork.parts:
             before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
             cache = ForkableCache(before, num_tokens, keep=False)
@@ -305,9 +306,7 @@ def _read_prompts(
     if own_positions:
         inputs.pop("position_ids", None)
     with checkpoints_keep_cache(model):
-        # Below DDP: its hooks fire once per backward pass, whichever passes a parameter was used in.
-        called = unwrapped(model) if isinstance(model, DistributedDataParallel) else model
-        unused.append(called(**inputs, logits_to_keep=1, use_cache=False).logits)
+        unused.append(model(**inputs, logits_to_keep=1, use_cache=False).logits)
     cache.check_written()
     # An image takes fewer positions than tokens.
     return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
