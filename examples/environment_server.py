@@ -1,49 +1,52 @@
 """Train in an environment behind an OpenEnv server; this script starts a small one.
 
-For a real server, change only the URL: ``openenv_factory("ws://localhost:8000")``.
+For a real server, change only the URL: ``openenv_factory("ws://localhost:8000")``. Needs
+``pip install 'groupwise[openenv]'``.
 """
 
-import json
+import socket
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from pydantic import Field
 from smollm2 import example_parser, tool_tokenizer
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.agents.libraries import openenv_factory
 
-FIELD = {"word": {"type": "string", "description": "An animal."}}
-ACTION = {"description": "Name an animal.", "type": "object", "properties": FIELD, "required": ["word"]}
+
+class Name(Action):
+    """Name an animal."""
+
+    word: str = Field(description="An animal.")
 
 
-class Zoo(BaseHTTPRequestHandler):
+class Noted(Observation):
+    text: str
+
+
+class Zoo(Environment):
     """Reward short names of animals."""
 
-    def do_GET(self):
-        self.answer({"action": ACTION})
+    SUPPORTS_CONCURRENT_SESSIONS = True
+    state = State()
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/reset":
-            self.answer({"observation": {"text": "Answer with name(cat) or the name of another animal."}})
-        else:
-            reward = 1.0 / (1 + len(body["action"]["word"]))
-            self.answer({"observation": {"text": "Noted."}, "reward": reward, "done": True})
+    def reset(self, seed=None, episode_id=None, **_):
+        return Noted(text="Answer with name(cat) or the name of another animal.")
 
-    def answer(self, value):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *_): ...
+    def step(self, action, timeout_s=None, **_):
+        return Noted(text="Noted.", reward=1.0 / (1 + len(action.word)), done=True)
 
 
 options = example_parser(__doc__, "environment-server-output").parse_args()
 limits = {"max_completion_length": 40, "max_tool_calling_iterations": 1, "learning_rate": 1e-5}
 batches = {"per_device_train_batch_size": 8, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
 args = GRPOConfig(options.output_dir, max_steps=options.max_steps, **limits, **batches)
-server = ThreadingHTTPServer(("127.0.0.1", 0), Zoo)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-environments = openenv_factory(f"http://127.0.0.1:{server.server_port}", name="name")
+listener = socket.create_server(("127.0.0.1", 0))
+app = create_fastapi_app(Zoo, Name, Noted, max_concurrent_envs=8)
+server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()
+environments = openenv_factory(f"ws://127.0.0.1:{listener.getsockname()[1]}", name="name")
 tokenizer = tool_tokenizer(options.model, "word")
 GRPOTrainer(options.model, None, args, processing_class=tokenizer, environment_factory=environments).train()

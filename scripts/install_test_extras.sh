@@ -10,4 +10,6 @@ fi
 # DeepSpeed's operators are compiled when they are used, and the tests use none.
 options=(--no-deps --no-build-isolation --no-compile)
 grep -Ev "$left_out" "$list" | DS_BUILD_OPS=0 "$1/bin/python" -m pip install -q "${options[@]}" -r /dev/stdin
-"$1/bin/python" -m pip install -q --no-deps --no-compile --upgrade --target "$1/openenv" -r "$(dirname "$0")/openenv.txt"
+for library in openenv verifiers; do
+    "$1/bin/python" -m pip install -q --no-deps --no-compile --upgrade --target "$1/$library" -r "$(dirname "$0")/$library.txt"
+done

@@ -25,12 +25,13 @@ from groupwise import GRPOConfig
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 #: The scripts' own library, and the run of `make quickstart` (one of its steps has 64 rows).
-#: Another test runs the agents of stock SDKs, which need a server and packages of their own.
-NOT_RUN = {"smollm2.py", "quickstart.py", "agent_as_it_is.py"}
+#: Tests of agents run those that need packages of their own.
+WITH_OWN_PACKAGES = ("agent_as_it_is.py", "environment_server.py", "environment_verifiers.py")
+NOT_RUN = {"smollm2.py", "quickstart.py", *WITH_OWN_PACKAGES}
 #: Packages that may be missing; an example that needs one has its name in the file name.
-OPTIONAL = ("reasoning_gym", "verifiers", "vllm")
+OPTIONAL = ("reasoning_gym", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
-DOCUMENTED = [*SCRIPTS, EXAMPLES / "quickstart.py", EXAMPLES / "agent_as_it_is.py"]
+DOCUMENTED = [*SCRIPTS, *(EXAMPLES / name for name in ("quickstart.py", *WITH_OWN_PACKAGES))]
 #: Line limits; 60 for every other example.
 MAX_LINES = {"gsm8k.py": 86, "quickstart.py": 92, "grpo_from_scratch.py": 150, "vlm.py": 66}
 #: Modules of groupwise that examples may import: each is described in docs/api.md.
@@ -53,7 +54,6 @@ WITH_REAL_MODEL = ("custom_reward.py", "gsm8k.py")
 CALLS = {
     "environment.py": ("guess(5)", "guess(9)"),
     "environment_reasoning_gym.py": ("submit(12)", "submit(7)"),
-    "environment_server.py": ("name(cat)", "name(horse)"),
     "tools.py": ("price(tea)", "price(honey)"),
 }
 

@@ -6,25 +6,29 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+from transformers import AddedToken, AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 TURN = "<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
 START = 5  # tokens of a turn before its answer
 
 
-def save_tiny_smollm2(source: Path, directory: Path, answers: tuple[str, ...] = ()) -> Path:
+def save_tiny_smollm2(
+    source: Path, directory: Path, answers: tuple[str, ...] = (), tokens: tuple[str, ...] = ()
+) -> Path:
     """Save model and tokenizer to ``directory``.
 
     Args:
         source: checkpoint of SmolLM2-135M-Instruct.
         answers: the model is trained to answer every chat with one of them; without any it is random.
+        tokens: tokens that the tokenizer gets besides its own.
     """
     tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
     tokenizer.save_pretrained(directory)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # sizes that vLLM takes
     torch.manual_seed(0)
-    model = LlamaForCausalLM(AutoConfig.from_pretrained(source, **sizes, **heads))
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(source, vocab_size=len(tokenizer), **sizes, **heads))
     if answers:
         _train(model, [tokenizer(TURN.format(text), return_tensors="pt")["input_ids"] for text in answers])
     model.save_pretrained(directory)

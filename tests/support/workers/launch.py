@@ -46,7 +46,7 @@ EXTRAS = {
     "liger": ("liger_kernel",),
     "rewards": ("math_verify", "latex2sympy2_extended", "reasoning_gym"),
     "verifiers": ("verifiers",),
-    "openenv": ("websockets",),
+    "openenv": ("openenv",),
     "capture": ("openenv",),
     "trackio": ("trackio",),
     "dashboards": ("tensorboard", "tensorboardX", "wandb", "matplotlib"),

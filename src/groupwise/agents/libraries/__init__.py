@@ -5,7 +5,7 @@ from __future__ import annotations
 from groupwise.agents.libraries.capture import CapturedAgent, Endpoint
 from groupwise.agents.libraries.openenv import OpenEnvSession, openenv_factory
 from groupwise.agents.libraries.reasoning_gym import reasoning_gym_factory
-from groupwise.agents.libraries.verifiers import VerifiersEnvironment, verifiers_dataset
+from groupwise.agents.libraries.verifiers import VerifiersEnvironment, rubric_reward, verifiers_dataset
 
 __all__ = [
     "CapturedAgent",
@@ -14,5 +14,6 @@ __all__ = [
     "VerifiersEnvironment",
     "openenv_factory",
     "reasoning_gym_factory",
+    "rubric_reward",
     "verifiers_dataset",
 ]

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,87 @@ class Endpoint:
         return f"{self.url}/v1"
 
 
-class CapturedAgent:
+class ConcurrentRollouts(ABC):
+    """A ``rollout_func`` whose rollouts call the run's vLLM server themselves, all at the same time.
+
+    With ``rollout_on_error="retry"``, failed ones are repeated and then dropped from their groups.
+    """
+
+    @abstractmethod
+    def run_rollouts(self, prompts: list[Any], trainer: Any) -> list[Any]:
+        """Run a rollout per prompt; return (its rows, columns, number of model calls), or its error."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Run a rollout per prompt. Returns rows, ``rollout_ids``, columns and failures."""
+        args = trainer.args
+        pending = [*range(len(prompts))]
+        found: dict[int, tuple[list[dict[str, Any]], dict[str, Any], int]] = {}
+        num_failed = 0
+        for _ in range(1 + (args.rollout_retries if args.rollout_on_error == "retry" else 0)):
+            results = self.run_rollouts([prompts[i] for i in pending], trainer)
+            outcomes = dict(zip(pending, results, strict=True))
+            errors = {i: value for i, value in outcomes.items() if isinstance(value, Exception)}
+            if errors and args.rollout_on_error == "raise":
+                first = min(errors)
+                raise BackendError(f"rollout {first}: {_message(errors[first])}") from errors[first]
+            found |= {i: value for i, value in outcomes.items() if not isinstance(value, Exception)}
+            num_failed += len(errors)
+            pending = list(errors)
+            for error in errors.values():
+                warn_once(logger, "a rollout failed and is repeated or dropped: %s", _message(error)[:500])
+            if not pending:
+                break
+        rollouts = [found.get(i, ([_NO_ROW], {}, 0)) for i in range(len(prompts))]
+        trainer.record_metric("agent/calls", sum(calls for _, _, calls in rollouts) / len(rollouts))
+        trainer.record_metric("agent/failures", num_failed, "sum")
+        names = dict.fromkeys(name for _, columns, _ in rollouts for name in columns)
+        return {
+            **{key: [row[key] for rows, _, _ in rollouts for row in rows] for key in _NO_ROW},
+            "rollout_ids": [i for i, (rows, _, _) in enumerate(rollouts) for _ in rows],
+            "failed": [i not in found for i in range(len(prompts))],
+            **{name: [columns.get(name) for _, columns, _ in rollouts] for name in names},
+        }
+
+    def served_model(self, trainer: Any) -> tuple[str, str]:
+        """Return the address of the run's vLLM server, and the name of its model.
+
+        Raises:
+            ConfigError: there is none, or several; it gets adapters alone; or the run truncates its
+                distribution.
+        """
+        name, args = type(self).__name__, trainer.args
+        servers = getattr(trainer.backend, "servers", None)
+        if servers is None:
+            raise ConfigError(
+                f"{name} needs an engine with an endpoint: use_vllm=True with vllm_mode='server'"
+            )
+        if servers.adapter is not None:
+            raise ConfigError(
+                f"{name} calls the model of the server, not an adapter that is sent alone; start the "
+                "server without --enable-lora, so that it gets merged weights"
+            )
+        if any((args.top_p != 1.0, args.top_k, args.min_p, args.repetition_penalty != 1.0)):
+            raise ConfigError(
+                f"{name} samples from the whole vocabulary; leave top_p, top_k, min_p and "
+                "repetition_penalty at their defaults"
+            )
+        if len(servers.servers) > 1:
+            raise ConfigError(
+                f"{name} calls one server, but vllm_server_base_url names {len(servers.servers)}; name one"
+            )
+        (found,) = servers.on_all(
+            lambda server: server.once(
+                "GET",
+                "/v1/models",
+                doing="reading its model",
+                timeout=30.0,
+                read=lambda answer: (server.url, answer["data"][0]["id"]),
+            )
+        ).values()
+        return found
+
+
+class CapturedAgent(ConcurrentRollouts):
     """A ``rollout_func`` that runs an agent as it is and trains on the model calls that it made.
 
     Needs ``use_vllm=True`` with ``vllm_mode="server"`` and openenv 0.10. Rollouts run concurrently. Every
@@ -84,39 +165,9 @@ class CapturedAgent:
         self.__name__ = getattr(agent, "__name__", type(agent).__name__)
         self._server: Any = None
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Run the agent once per prompt. Returns rows, ``rollout_ids``, columns and failures."""
-        args = trainer.args
+    def run_rollouts(self, prompts: list[Any], trainer: Any) -> list[Any]:
+        """Run the agent on each prompt; return its rows, columns and number of calls, or the error."""
         self._start(trainer)
-        pending = [*range(len(prompts))]
-        found: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
-        num_failed = 0
-        for _ in range(1 + (args.rollout_retries if args.rollout_on_error == "retry" else 0)):
-            outcomes = dict(zip(pending, self._run([prompts[i] for i in pending], trainer), strict=True))
-            errors = {i: value for i, value in outcomes.items() if isinstance(value, Exception)}
-            if errors and args.rollout_on_error == "raise":
-                first = min(errors)
-                raise BackendError(f"rollout {first}: {_message(errors[first])}") from errors[first]
-            found |= {i: value for i, value in outcomes.items() if not isinstance(value, Exception)}
-            num_failed += len(errors)
-            pending = list(errors)
-            for error in errors.values():
-                warn_once(logger, "an agent failed and is run again or dropped: %s", type(error).__name__)
-            if not pending:
-                break
-        rollouts = [found.get(i, ([_NO_ROW], {})) for i in range(len(prompts))]
-        trainer.record_metric("agent/calls", sum(len(rows) for rows, _ in rollouts) / len(rollouts))
-        trainer.record_metric("agent/failures", num_failed, "sum")
-        names = dict.fromkeys(name for _, columns in rollouts for name in columns)
-        return {
-            **{key: [row[key] for rows, _ in rollouts for row in rows] for key in _NO_ROW},
-            "rollout_ids": [i for i, (rows, _) in enumerate(rollouts) for _ in rows],
-            "failed": [i not in found for i in range(len(prompts))],
-            **{name: [columns.get(name) for _, columns in rollouts] for name in names},
-        }
-
-    def _run(self, prompts: list[Any], trainer: Any) -> list[Any]:
-        """Run the agent on each prompt; return its rows and columns, or the error."""
         registry, args = self._server.registry, trainer.args
         sessions = [
             registry.create(
@@ -135,8 +186,8 @@ class CapturedAgent:
         outcomes: list[Any] = []
         for future, session in zip(executor.run_all(calls), sessions, strict=True):
             try:
-                columns = future.result()
-                outcomes.append((rows_of_session(session), dict(columns or {})))
+                columns, rows = future.result(), rows_of_session(session)
+                outcomes.append((rows, dict(columns or {}), len(rows)))
             except Exception as error:  # of the agent, its time limit, or what it called
                 outcomes.append(error)
             registry.delete(session.session_id)  # later calls of a rollout that was given up are refused
@@ -155,45 +206,21 @@ class CapturedAgent:
 
     def _start(self, trainer: Any) -> None:
         """Start the proxy in front of the run's server, once."""
-        args = trainer.args
-        servers = getattr(trainer.backend, "servers", None)
-        if servers is None:
-            raise ConfigError(
-                "CapturedAgent needs an engine with an OpenAI endpoint: use_vllm=True with vllm_mode='server'"
-            )
-        if servers.adapter is not None:
-            raise ConfigError(
-                "CapturedAgent calls the model of the server, not an adapter that is sent alone; start the "
-                "server without --enable-lora, so that it gets merged weights"
-            )
+        url, model = self.served_model(trainer)
         if self._server is not None:
             return
-        if any((args.top_p != 1.0, args.top_k, args.min_p, args.repetition_penalty != 1.0)):
-            raise ConfigError(
-                "CapturedAgent samples from the whole vocabulary; leave top_p, top_k, min_p and "
-                "repetition_penalty at their defaults"
-            )
         from openenv.core.harness.capture import CaptureServer, validate_llm
-        from openenv.core.harness.capture.validate_llm import list_models
 
-        from groupwise.generation.vllm.server import server_urls  # httpx, as openenv
-
-        urls = server_urls(args)
-        if len(urls) > 1:
-            raise ConfigError(
-                f"CapturedAgent calls one server, but vllm_server_base_url names {len(urls)}; name one"
-            )
         key = os.environ.get("VLLM_API_KEY")
-        model = list_models(f"{urls[0]}/v1", timeout=30.0, api_key=key)[0]
-        report = validate_llm(urls[0], model, api_key=key, check_tools=False)
+        report = validate_llm(url, model, api_key=key, check_tools=False)
         if report.capture_level != "tokens":
-            raise ConfigError(f"{urls[0]} gives no tokens and log-probs: {report}")
+            raise ConfigError(f"{url} gives no tokens and log-probs: {report}")
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         # It listens on all addresses: a call needs the key of a running rollout, its other routes this one.
         admin = secrets.token_hex(16)
-        self._server = CaptureServer(llm_url=urls[0], model=model, port=port, api_key=key, admin_key=admin)
+        self._server = CaptureServer(llm_url=url, model=model, port=port, api_key=key, admin_key=admin)
         self._server.start()
         weakref.finalize(trainer, self._server.stop)
 

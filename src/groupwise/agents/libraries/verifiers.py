@@ -1,76 +1,141 @@
-"""Adapter for environments of the ``verifiers`` library (0.1.12 to 0.3), which run rollouts themselves."""
+"""Episodes of ``verifiers`` environments (0.4), whose training client samples from the run's vLLM server.
+
+harness of the environment --> interception of verifiers --> TrainClient --> vLLM server of the run
+                                      |
+                message graph of the episode --> a row per trainable branch of the rollout
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-import importlib
 import importlib.metadata
-import json
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from datasets import Dataset
 
-from groupwise.agents import ChatFunction, ChatResponse, MaxLengthReachedError
-from groupwise.errors import ConfigError
-from groupwise.tokenization.prompts import Message
-from groupwise.tokenization.text import message_text
-from groupwise.tokenization.tool_calls import ToolSchema
-
-_COLUMNS = ("prompt", "example_id", "answer", "info", "task")
+from groupwise.agents.libraries.capture import ConcurrentRollouts
+from groupwise.errors import BackendError, ConfigError
 
 
-class _VerifiersEnvironment(Protocol):
-    rubric: Any
-
-    def get_dataset(self) -> Dataset: ...
-    async def rollout(self, *arguments: object) -> Any: ...
-
-
-def verifiers_dataset(environment: _VerifiersEnvironment) -> Dataset:
-    """Return the environment's training rows, with the columns that its rollouts and rubric need."""
-    rows = environment.get_dataset()
-    return rows.select_columns([column for column in _COLUMNS if column in rows.column_names])
-
-
-class VerifiersEnvironment:
-    """Run rollouts of a ``verifiers`` environment with the policy as its client; the rubric is the reward.
-
-    The environment builds the messages, calls its tools and ends the rollout. Rubrics that compare the
-    rollouts of a group are not supported; use a reward function.
-
-    Args:
-        environment: environment from ``verifiers.load_environment``, or created in code.
-        time_limit: maximum time in seconds between two turns of the policy.
+def verifiers_dataset(environment: Any) -> Dataset:
+    """Return a row per task of the environment; ``environment.taskset`` may be a view, as ``.take(100)``.
 
     Raises:
-        ConfigError: verifiers is missing or has an unsupported version, or ``environment`` is something else.
+        ConfigError: the taskset has no end.
+    """
+    rows = [
+        {"prompt": [{"role": "user", "content": task.data.prompt_text, "task": index}]}
+        for index, task in _tasks(environment).items()
+    ]
+    return Dataset.from_list(rows)
+
+
+class VerifiersEnvironment(ConcurrentRollouts):
+    """A ``rollout_func`` that plays episodes of a ``verifiers`` environment; :func:`rubric_reward` is the
+    reward, and :func:`verifiers_dataset` has the prompts.
+
+    The environment's harness calls the policy and its tools; its task computes rewards. Needs
+    ``use_vllm=True`` with ``vllm_mode="server"``. Calls are sampled at the run's temperature from the whole
+    vocabulary, with ``max_completion_length`` tokens at most.
+
+    Args:
+        environment: environment from ``verifiers.v1.load_environment``, with one agent to train.
+        renderer: settings of the renderer, which converts messages to tokens, such as ``{"name": "qwen3"}``;
+            None: chosen by the name of the tokenizer, without tools if verifiers does not know it.
+
+    Raises:
+        ConfigError: verifiers is missing or older than 0.4, or the environment has another number of agents
+            to train, or an agent that samples with settings of its own.
+        BackendError: an episode failed, with ``rollout_on_error="raise"``.
     """
 
-    def __init__(self, environment: _VerifiersEnvironment, time_limit: float = 120.0) -> None:
-        _client_class()
-        if not hasattr(environment, "rollout") or not hasattr(environment, "rubric"):
+    def __init__(self, environment: Any, renderer: dict[str, Any] | None = None) -> None:
+        if not hasattr(environment, "run_episode"):
             raise ConfigError(
-                f"VerifiersEnvironment got a {type(environment).__name__}; allowed: an environment of "
-                "verifiers, such as verifiers.load_environment(...) returns"
+                f"VerifiersEnvironment got a {type(environment).__name__}; allowed: an environment that "
+                f"verifiers.v1.load_environment returns, of verifiers 0.4 or newer ({_installed()})"
             )
-        self.environment, self.time_limit = environment, time_limit
-        self.uses_tools = bool(getattr(environment, "tool_defs", None))
+        self.environment, self.renderer = environment, renderer
+        self.tasks = _tasks(environment)
+        self.__name__ = type(environment).__name__
 
-    async def run_rollout(self, row: dict[str, Any], chat: ChatFunction) -> dict[str, Any]:
-        environment = self.environment
-        task = {"example_id": 0, **{key: value for key, value in row.items() if value is not None}}
-        state = await environment.rollout(task, _client_class()(chat), "policy", {})
-        if state.get("error") is not None:
-            raise state["error"]
-        await environment.rubric.score_rollout(state)
-        return {"verifiers_reward": state["reward"], "verifiers_metrics": dict(state.get("metrics") or {})}
+    def run_rollouts(self, prompts: list[Any], trainer: Any) -> list[Any]:
+        """Play an episode per prompt; return its rows, columns and number of model calls, or its error."""
+        import verifiers.v1 as vf
 
-    def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [rubric_reward]
+        _name_tokens()
+        (url, model), args = self.served_model(trainer), trainer.args
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        client = vf.TrainClientConfig(
+            base_url=f"{url}/v1",
+            api_key_var="VLLM_API_KEY",
+            renderer=self.renderer,
+            renderer_model_name=tokenizer.name_or_path or model,
+        )
+        sampling = vf.Sampling(temperature=args.temperature, max_tokens=args.max_completion_length)
+        context = vf.ModelContext(model, client, sampling)
+
+        async def play() -> list[Any]:
+            tasks = [self.tasks[prompt[0]["task"]] for prompt in prompts]
+            async with self.environment.serving():
+                return await asyncio.gather(*(self.environment.run_episode(task, context) for task in tasks))
+
+        future = trainer.event_loop.submit(play())
+        try:
+            return [_outcome(episode, context) for episode in future.result()]
+        finally:
+            future.cancel()  # of no effect unless the wait was interrupted
+
+
+def _tasks(environment: Any) -> dict[int, Any]:
+    """Return the tasks by their index."""
+    if not environment.taskset.bounded:
+        raise ConfigError("the taskset has no end; use environment.taskset = environment.taskset.take(1000)")
+    return {task.data.idx: task for task in environment.taskset}
+
+
+def _outcome(episode: Any, context: Any) -> Any:
+    """Return rows, columns and number of model calls of an episode, or its error."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        return BackendError("; ".join(f"{error.type}: {error.message}" for error in errors))
+    trained = [
+        trace
+        for trace in episode.traces
+        if trace.agent.trainable
+        and (trace.agent.config.model, trace.agent.config.client) == (context.model, context.client)
+    ]
+    if len(trained) != 1:
+        raise ConfigError(
+            f"an episode of {episode.env.id!r} has {len(trained)} traces of agents to train; allowed: one"
+        )
+    (trace,) = trained
+    own = trace.agent.config.sampling
+    if own.model_copy(update={"max_tokens": context.sampling.max_tokens}) != context.sampling:
+        raise ConfigError(
+            f"the agent {trace.agent.name!r} samples with settings of its own ({own}); leave out all but "
+            "max_tokens, so that it samples from the policy at the run's temperature"
+        )
+    rows = [_row(branch) for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
+    if not rows:
+        return BackendError(f"the agent made no model call; its episode ended with {trace.stop_condition!r}")
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {**trace.metrics, **rewards}
+    return rows, {"verifiers_reward": trace.reward, "verifiers_metrics": metrics}, len(trace.calls)
+
+
+def _row(branch: Any) -> dict[str, Any]:
+    """Return a row with the branch's tokens; the completion begins with the first one that was sampled."""
+    tokens, mask = branch.token_ids, branch.sampled_mask
+    start = mask.index(True)
+    return {
+        "prompt_ids": tokens[:start],
+        "completion_ids": tokens[start:],
+        "logprobs": branch.logprobs[start:],
+        "env_mask": [int(sampled) for sampled in mask[start:]],
+    }
 
 
 def rubric_reward(
@@ -79,10 +144,11 @@ def rubric_reward(
     log_metric: Callable[[str, float], None],
     **_: object,
 ) -> list[float | None]:
-    """Return the rubric's reward; its single functions are logged as metrics ``verifiers/<name>``."""
+    """Return the task's reward; its single functions and metrics are logged as ``verifiers/<name>``."""
     for name in dict.fromkeys(name for metrics in verifiers_metrics for name in metrics or ()):
-        values = [metrics[name] for metrics in verifiers_metrics if metrics and name in metrics]
-        log_metric(f"verifiers/{name}", sum(values) / len(values))
+        values = [metrics[name] for metrics in verifiers_metrics if metrics and metrics.get(name) is not None]
+        if values:
+            log_metric(f"verifiers/{name}", sum(values) / len(values))
     return verifiers_reward
 
 
@@ -90,95 +156,26 @@ def _installed() -> str:
     try:
         return f"verifiers {importlib.metadata.version('verifiers')} is installed"
     except importlib.metadata.PackageNotFoundError:
-        return "none is installed"
+        return "none is installed; run pip install 'groupwise[verifiers]'"
 
 
 @functools.cache
-def _client_class() -> type:
-    """Return the client class; defined here because its base class is imported with verifiers."""
-    try:
-        names = ("verifiers.clients", "verifiers.types", "verifiers.errors")
-        clients, types, errors = map(importlib.import_module, names)
-    except ImportError as missing:
-        raise ConfigError(
-            f"VerifiersEnvironment takes environments of verifiers 0.1.12 to 0.3.x, and {_installed()} "
-            f"(0.4 removed them; pip install 'groupwise[verifiers]'): {missing}"
-        ) from missing
+def _name_tokens() -> None:
+    """Add the name of each token to vLLM's log-probs.
 
-    class PolicyClient(clients.Client):  # type: ignore[name-defined]
-        """A verifiers client whose ``client`` is the chat function of the policy."""
+    vLLM 0.32 answers ``"token_id": 5``, and renderers 0.1.12, which verifiers calls, checks that
+    ``"token"`` is ``"token_id:5"``.
+    """
+    from renderers import client
 
-        def setup_client(self, config: object) -> object:
-            raise NotImplementedError("the policy needs no configuration of a client")
+    parse = client.parse_generate_response
 
-        async def to_native_tool(self, tool: Any) -> ToolSchema:
-            function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-            return {"type": "function", "function": function}
+    def parse_generate_response(raw: bytes) -> dict[str, Any]:
+        response = parse(raw)
+        for choice in response.get("choices") or ():
+            for entry in (choice.get("logprobs") or {}).get("content") or ():
+                if "token_id" in entry:
+                    entry.setdefault("token", f"token_id:{entry['token_id']}")
+        return response
 
-        async def to_native_prompt(self, messages: Sequence[Any]) -> tuple[list[Message], dict[str, Any]]:
-            return to_chat_messages([message.model_dump(exclude_none=True) for message in messages]), {}
-
-        async def get_native_response(
-            self,
-            prompt: list[Message],
-            model: str,
-            sampling_args: object,
-            tools: list[ToolSchema] | None = None,
-            **_: object,
-        ) -> ChatResponse:
-            try:
-                return await self.client(prompt, tools or [])
-            except MaxLengthReachedError as reached:
-                raise errors.OverlongPromptError(
-                    "the completion has reached max_completion_length"
-                ) from reached
-
-        async def raise_from_native_response(self, response: ChatResponse) -> None: ...
-
-        async def from_native_response(self, response: ChatResponse) -> object:
-            return _to_response(types, response)
-
-        async def close(self) -> None: ...
-
-    return PolicyClient
-
-
-def _to_response(types: ModuleType, response: ChatResponse) -> object:
-    """Convert a turn of the policy to the ``Response`` of verifiers."""
-    calls = [
-        types.ToolCall(
-            id=f"call-{uuid.uuid4().hex[:12]}",
-            name=call["function"]["name"],
-            arguments=json.dumps(call["function"]["arguments"]),
-        )
-        for call in response.message.get("tool_calls", [])
-    ]
-    return types.Response(
-        id=uuid.uuid4().hex,
-        created=int(time.time()),
-        model="policy",
-        message=types.ResponseMessage(
-            content=response.message["content"],
-            tool_calls=calls or None,
-            finish_reason="length" if response.truncated else "tool_calls" if calls else "stop",
-            is_truncated=response.truncated,
-        ),
-    )
-
-
-def to_chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Convert messages of verifiers for chat templates: parsed arguments, and tools by name."""
-    names: dict[str, str] = {}
-    chat = []
-    for message in messages:
-        converted: Message = {"role": message["role"], "content": message_text(message)}
-        if message.get("tool_calls"):
-            names.update({call["id"]: call["name"] for call in message["tool_calls"]})
-            converted["tool_calls"] = [
-                {"type": "function", "function": {"name": c["name"], "arguments": json.loads(c["arguments"])}}
-                for c in message["tool_calls"]
-            ]
-        if message["role"] == "tool":
-            converted["name"] = names.get(message.get("tool_call_id", ""), "unknown")
-        chat.append(converted)
-    return chat
+    client.parse_generate_response = parse_generate_response
