@@ -116,10 +116,9 @@ def test_a_row_of_the_dataset_names_its_task():
 
 
 def test_other_objects_and_endless_tasksets_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"VerifiersEnvironment got a dict.*verifiers\.v1\.load_environment"
-    ):
-        VerifiersEnvironment({})
+    for function in (VerifiersEnvironment, verifiers_dataset):
+        with pytest.raises(ConfigError, match=r"got a dict.*verifiers\.v1\.load_environment"):
+            function({})
     endless = environment()
     endless.taskset.bounded = False
     with pytest.raises(ConfigError, match=r"taskset\.take\(1000\)"):

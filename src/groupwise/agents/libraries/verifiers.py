@@ -23,7 +23,7 @@ def verifiers_dataset(environment: Any) -> Dataset:
     """Return a row per task of the environment; ``environment.taskset`` may be a view, as ``.take(100)``.
 
     Raises:
-        ConfigError: the taskset has no end.
+        ConfigError: ``environment`` is of another kind or of an older verifiers, or its taskset has no end.
     """
     rows = [
         {"prompt": [{"role": "user", "content": task.data.prompt_text, "task": index}]}
@@ -52,11 +52,6 @@ class VerifiersEnvironment(ConcurrentRollouts):
     """
 
     def __init__(self, environment: Any, renderer: dict[str, Any] | None = None) -> None:
-        if not hasattr(environment, "run_episode"):
-            raise ConfigError(
-                f"VerifiersEnvironment got a {type(environment).__name__}; allowed: an environment that "
-                f"verifiers.v1.load_environment returns, of verifiers 0.4 or newer ({_installed()})"
-            )
         self.environment, self.renderer = environment, renderer
         self.tasks = _tasks(environment)
         self.__name__ = type(environment).__name__
@@ -91,6 +86,11 @@ class VerifiersEnvironment(ConcurrentRollouts):
 
 def _tasks(environment: Any) -> dict[int, Any]:
     """Return the tasks by their index."""
+    if not hasattr(environment, "run_episode"):
+        raise ConfigError(
+            f"got a {type(environment).__name__}; allowed: an environment that "
+            f"verifiers.v1.load_environment returns, of verifiers 0.4 or newer ({_installed()})"
+        )
     if not environment.taskset.bounded:
         raise ConfigError("the taskset has no end; use environment.taskset = environment.taskset.take(1000)")
     return {task.data.idx: task for task in environment.taskset}
