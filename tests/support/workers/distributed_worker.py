@@ -96,6 +96,13 @@ UPDATES: dict[str, dict[str, Any]] = {
     "off-policy mask": {"sampler": True, "off_policy_mask_threshold": 0.02},
     # Rollouts of 1 to 3 rows that do not continue each other; a rank has more rows than the other.
     "several rows": {"several": True, "accumulate": 2, "loss_type": "grpo"},
+    "several rows, credit by row": {
+        "several": True,
+        "accumulate": 2,
+        "loss_type": "grpo",
+        "rollout_credit": "row",
+    },
+    "several rows, credit by row, luspo": {"several": True, "loss_type": "luspo", "rollout_credit": "row"},
     "several rows, padded": {"several": True, "sequence_layout": "padded", "beta": 0.5, "kl_in_reward": True},
     "several rows, dynamic sampling": {
         "several": True,
