@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from support.runs import policy, prompts, trainer
 
 from groupwise.errors import BackendError
@@ -64,6 +65,24 @@ def test_the_update_and_the_log_are_those_of_a_run_with_more_memory(tmp_path, la
     for ours, theirs in zip(scarce.state.log_history[:-1], ample.state.log_history[:-1], strict=True):
         for name in ("loss", "grad_norm", "entropy", "reward", "skipped_share", "completions/mean_length"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+class FullAtTheEnd(Full):
+    """Raises once, in the last micro-batch of a window: memory was enough for the ones before."""
+
+    def after_layer(self, module, inputs, output):
+        in_last = self.model.training and torch.is_grad_enabled() and GradientState().sync_gradients
+        if in_last and self.raised == 0:
+            self.fail()
+
+
+def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
+    ample, _ = run(tmp_path, "ample")
+    monkeypatch.setattr(f"{__name__}.Full", FullAtTheEnd)
+    scarce, full = run(tmp_path, "scarce", 0)
+    assert full.raised == 1 and scarce.splitter.max_tokens is not None
+    for ours, theirs in zip(scarce.model.parameters(), ample.model.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-6
 
 
 def test_later_windows_start_with_the_smaller_size(tmp_path):
