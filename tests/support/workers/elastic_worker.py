@@ -48,8 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dynamic": {"dynamic_sampling": True, "loss_type": "grpo"},
     "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1},
-    "bf16": {"bf16": True},
-    "float32": {},  # bf16 without its rounding
+    "bf16": {"bf16": True, **sharding_worker.UNCLIPPED},
+    "float32": sharding_worker.UNCLIPPED,  # bf16 without its rounding
 }
 
 
