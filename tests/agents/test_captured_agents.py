@@ -118,3 +118,9 @@ def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message, o
     backend = SimpleNamespace(servers=SimpleNamespace(adapter=adapter))
     with pytest.raises(ConfigError, match=message):
         CapturedAgent(lambda prompt, endpoint: None)([""], SimpleNamespace(args=args, backend=backend))
+
+
+def test_as_environments_they_are_refused(tmp_path, openenv):
+    agent = CapturedAgent(lambda prompt, endpoint: None)
+    with pytest.raises(ConfigError, match="environment_factory is a CapturedAgent.*as rollout_func"):
+        trainer(tmp_path, environment_factory=agent)

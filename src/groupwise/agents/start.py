@@ -74,6 +74,11 @@ def make_agent_loop(
                 "calls its tools itself; drop tools"
             )
         return EnvironmentLoop(cast("RolloutEnvironment", environment_factory))
+    if callable(getattr(environment_factory, "run_rollouts", None)):
+        raise ConfigError(
+            f"environment_factory is a {type(environment_factory).__name__}, which runs the rollouts of a "
+            "batch; pass it as rollout_func"
+        )
     executor = CallExecutor(config.tool_timeout)
     factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory] | None", environment_factory)
     common = [make_tool(tool) for tool in tools or []]
