@@ -122,5 +122,5 @@ def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message, o
 
 def test_as_environments_they_are_refused(tmp_path, openenv):
     agent = CapturedAgent(lambda prompt, endpoint: None)
-    with pytest.raises(ConfigError, match="environment_factory is a CapturedAgent.*as rollout_func"):
+    with pytest.raises(ConfigError, match=r"environment_factory is a CapturedAgent.*as rollout_func"):
         trainer(tmp_path, environment_factory=agent)
