@@ -21,7 +21,7 @@ from groupwise import GRPOConfig
 from groupwise.core.advantages import AdvantageSettings, normalized_advantages
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, clipped
 from groupwise.core.weights import WeightInputs, WindowCounts, token_mean
-from groupwise.records.rollout import GroupRewards
+from groupwise.records import GroupRewards
 
 
 @torch.no_grad()
@@ -97,7 +97,6 @@ def main():
         num_generations=8,  # G
         per_device_train_batch_size=32,  # M: 4 prompts x 8 completions
         steps_per_generation=2,  # B = 64: a generation is used for two optimizer steps of 32 sequences
-        gradient_accumulation_steps=1,
         max_completion_length=8,
     )
     torch.manual_seed(args.seed)

@@ -41,6 +41,7 @@ PUBLIC = (
     "groupwise.agents",
     "groupwise.agents.libraries",
     "groupwise.core",
+    "groupwise.records",
 )
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"

@@ -368,14 +368,16 @@ def test_a_broadcast_that_fails_ends_the_sync_while_the_engines_wait(
 
 
 def test_both_failures_are_named(join: Callable[..., WeightTransfer]) -> None:
-    broken = threading.Event()
+    broken, sender = threading.Event(), list[threading.Thread]()
 
     def break_off() -> None:
+        sender.append(threading.current_thread())
         broken.set()
         raise RuntimeError("connection reset by peer")
 
     def fail() -> None:
         broken.wait()
+        sender[0].join()  # its failure is known, whichever of the two is read first
         raise BackendError("the server ran out of memory")
 
     with pytest.raises(BackendError, match=r"connection reset by peer") as caught:

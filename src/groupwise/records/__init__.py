@@ -12,6 +12,7 @@ from __future__ import annotations
 from groupwise.records.images import ImageInputs
 from groupwise.records.rollout import (
     Completion,
+    GroupRewards,
     Mode,
     RewardBatch,
     RewardFunction,
@@ -38,6 +39,7 @@ from groupwise.records.tensors import (
 __all__ = [
     "Completion",
     "Experience",
+    "GroupRewards",
     "ImageInputs",
     "LogprobOutput",
     "LossOutput",
