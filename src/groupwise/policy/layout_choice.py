@@ -117,12 +117,12 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
 def _reason_for_one_forward(policy: nn.Module, config: GRPOConfig, accelerator: Accelerator) -> str:
     """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
     checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
-    in_lockstep = gathers_in_forwards(accelerator)
     reasons = {
-        "FSDP version 1 takes one forward pass before a backward pass": in_lockstep
-        and accelerator.distributed_type == DistributedType.FSDP
+        "FSDP version 1 takes one forward pass before a backward pass": accelerator.distributed_type
+        == DistributedType.FSDP
         and not accelerator.is_fsdp2,
-        "with sharded parameters, ranks with and without images would run other forward passes": in_lockstep
+        # Ranks with and without images would run other forward passes.
+        "images under DeepSpeed and FSDP are computed in padded sequences": is_sharded(accelerator)
         and not is_text_only(policy),
         "a compiled model takes no cache": config.torch_compile,
         "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)

@@ -9,10 +9,12 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from support.architectures import (
     IMAGE,
@@ -31,10 +33,12 @@ from support.architectures import (
 )
 from support.runs import trainer
 
+from groupwise import GRPOConfig
 from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.data.rebalancing import layout_tokens
 from groupwise.errors import ConfigError
 from groupwise.generation.decoding import decoding_path
+from groupwise.policy import layout_choice
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layout_choice import choose_layout
 from groupwise.policy.layouts import forked
@@ -361,6 +365,23 @@ def test_auto_takes_it_where_prompts_cannot_be_packed():
     assert path.choice == "padded" and path.reason == (
         "it has layers of type conv; not forked: parameters are sharded"
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_fsdp2", "text", "images"),
+    [
+        ("NO", False, "", ""),
+        ("FSDP", False, "FSDP version 1", "FSDP version 1"),
+        ("FSDP", True, "", "images under DeepSpeed and FSDP"),
+        ("DEEPSPEED", False, "", "images under DeepSpeed and FSDP"),
+    ],
+)
+def test_engines_that_take_one_forward_pass_are_named(engine, is_fsdp2, text, images, tmp_path):
+    accelerator = SimpleNamespace(distributed_type=DistributedType[engine], is_fsdp2=is_fsdp2)
+    config = GRPOConfig(tmp_path, use_cpu=True, bf16=False, report_to="none")
+    for model, begins in (build(*STATES["lfm2"]), text), (build_vision("qwen2_5_vl"), images):
+        reason = layout_choice._reason_for_one_forward(model, config, accelerator)
+        assert reason.startswith(begins) and bool(reason) is bool(begins)
 
 
 def test_a_cache_that_cannot_be_continued_is_refused_by_name(monkeypatch):
