@@ -25,7 +25,7 @@ Axes: B rows of the batch, P distinct prompts, L prompt tokens, R rows of a pass
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -219,6 +219,8 @@ def compute_forked_logprobs(
     # Below DDP, whose hooks fire once per backward pass; not below a wrapper that gathers parameters.
     reader = model if num_passes else unwrapped(model)
     width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
+    temperature = batch.sampler.temperature
+    compute = partial(forward_logprobs, head=head, temperature=temperature, with_entropy=with_entropy)
 
     def add(rows_R: torch.Tensor, logps_RT: torch.Tensor, entropy_RT: torch.Tensor | None) -> None:
         gap = width - logps_RT.shape[1]
@@ -231,21 +233,7 @@ def compute_forked_logprobs(
         prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
         start_P1 = _read_prompts(reader, fork, prompt, accepted, unused)
         for part in fork.parts:
-            before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
-            cache = ForkableCache(before, num_tokens, keep=False)
-            inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache, accepted)
-            with checkpoints_keep_cache(model):
-                logps_RT, entropy_RT, _ = forward_logprobs(
-                    model,
-                    inputs,
-                    part.target_RT,
-                    head,
-                    batch.sampler.temperature,
-                    with_entropy=with_entropy,
-                    kept=part.kept,
-                )
-            cache.check_written()
-            add(part.rows_R, logps_RT, entropy_RT)
+            add(part.rows_R, *_continue_prompts(model, part, prompt, start_P1, accepted, compute))
         prompt.after.clear()  # a recomputation reads the layers before the pass alone
     if forked.padded is not None:
         output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy)
@@ -310,6 +298,28 @@ def _read_prompts(
     cache.check_written()
     # An image takes fewer positions than tokens.
     return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
+
+
+def _continue_prompts(
+    model: nn.Module,
+    part: Continuations,
+    prompt: ForkableCache,
+    start_P1: torch.Tensor,
+    accepted: set[str],
+    compute: Callable[..., Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probs and entropies (R, T) of completions that continue the layers of ``prompt``.
+
+    Args:
+        compute: :func:`forward_logprobs` with the head and the temperature.
+    """
+    before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
+    cache = ForkableCache(before, prompt.num_tokens, keep=False)
+    inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache, accepted)
+    with checkpoints_keep_cache(model):
+        logps_RT, entropy_RT, _ = compute(model, inputs, part.target_RT, kept=part.kept)
+    cache.check_written()
+    return logps_RT, entropy_RT
 
 
 class ForkableCache(DynamicCache):
