@@ -121,7 +121,7 @@ def _reason_for_one_forward(policy: nn.Module, config: GRPOConfig, accelerator: 
         "FSDP version 1 takes one forward pass before a backward pass": accelerator.distributed_type
         == DistributedType.FSDP
         and not accelerator.is_fsdp2,
-        # Ranks with and without images would run other forward passes.
+        # Ranks with and without images would run other passes, and under ZeRO-2 the update is another one.
         "images under DeepSpeed and FSDP are computed in padded sequences": is_sharded(accelerator)
         and not is_text_only(policy),
         "a compiled model takes no cache": config.torch_compile,
