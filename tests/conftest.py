@@ -65,6 +65,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{free / 1e9:.1f} GB of memory are free, the test needs {ENGINE_MEMORY / 1e9:.0f}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def extensions_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Build torch's extensions (DeepSpeed on a CPU, BOFT of PEFT) in a folder of this run.
+
+    A process that is killed while building one leaves a lock file, for which every later process waits.
+    """
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as a plain checkpoint, converted once and kept."""
