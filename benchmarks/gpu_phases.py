@@ -187,32 +187,37 @@ def decoding(place: Place) -> Outcome:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         trainer = make_trainer("groupwise", spec, directory, sampled=True)
-        for name, stock in LOOPS.items():
-            _sample(trainer, stock, 4)  # loads kernels
+        for name in LOOPS:
+            _sample(trainer, name, 4)  # loads kernels
             before, start = memory(place), now(place)
-            made = _sample(trainer, stock, spec.completion_tokens)
+            made = _sample(trainer, name, spec.completion_tokens)
             seconds = now(place) - start
             most = memory(place, peak=True) - before
             rate = sum(map(len, made)) / seconds
             figures |= prefixed(name, {"tokens/s": rate, "seconds": seconds, "bytes": most})
+            figures[f"{name}: paths"] = [str(p) for p in trainer.fast_paths() if "decoding" in p.name]
         del trainer
         free_memory(place)
         trainer = make_trainer("groupwise", replace(spec, precision="float32"), directory, sampled=True)
-        greedy = [_sample(trainer, stock, 8, temperature=0) for stock in LOOPS.values()]
-    rows = [one != other for one, other in zip(*greedy, strict=True)]
+        greedy = [_sample(trainer, name, 8, temperature=0) for name in LOOPS]
+    rows = [any(one != row for one in others) for *others, row in zip(*greedy, strict=True)]
     figures["share of other tokens"] = sum(rows) / len(rows)
     return Outcome(figures, {"share of other tokens": 0.1})  # near ties
 
 
-#: By name: are loop, cache and linear layers those of transformers and PyTorch?
-LOOPS = {"own loop": False, "generate": True}
+#: The own loop with steps as CUDA graphs where there are any, and without; loop, cache and linear layers of
+#: transformers and PyTorch.
+LOOPS = ("own loop", "own loop, eager", "generate")
 
 
-def _sample(trainer: Any, stock: bool, tokens: int, **settings: Any) -> list[list[int]]:
+def _sample(trainer: Any, loop: str, tokens: int, **settings: Any) -> list[list[int]]:
     """Sample completions of the training prompts, in one of the loops."""
     from groupwise.records import SamplingOptions
 
-    trainer.backend.stock_decoding = stock
+    trainer.backend.stock_decoding = loop == "generate"
+    graphs = trainer.backend.graphs
+    if graphs is not None and loop == "own loop, eager" and not graphs.reason:
+        graphs.reason = "eager steps are measured"
     words = (row["prompt"].split() for row in trainer.train_dataset)
     prompts = [
         [int(word[1:]) for word in text] for text in words for _ in range(trainer.args.num_generations)

@@ -1,4 +1,4 @@
-"""Edits of ``groupwise.hf`` and ``groupwise.commands``: marks of a step, repeated windows, sweeps."""
+"""Edits of ``hf``, ``commands`` and ``generation``: repeated windows, sweeps, recorded decoding steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,33 @@ MEMORY = ("tests/hf/test_out_of_memory.py",)
 PRUNING = ("tests/commands/sweeps/test_pruning.py",)
 ADAPTERS = ("tests/commands/sweeps/test_row_adapters.py",)
 COMMANDS = ("tests/commands/sweeps/test_commands.py",)
+GRAPHS = ("tests/generation/test_decoding_graph.py",)
 
 RUNS = [
+    *edits_of(
+        "generation/decoding_graph.py",
+        ("            counter += 1\n", "            pass\n", GRAPHS),
+        ("        self.mask_R11C.index_fill_(-1, self.position_1, True)\n", "", GRAPHS),
+        ("            tensor.copy_(value)\n", "            pass\n", GRAPHS),
+        ("length <= self.step.capacity", "length < self.step.capacity", GRAPHS),
+        ("length <= self.step.capacity", "True", GRAPHS),
+        ("difference <= self.tolerance", "True", GRAPHS),
+        ("        self._end_graph()\n        super().keep", "        super().keep", GRAPHS),
+        ("layer.release(self.tokens_RS.shape[1] - 1)", "layer.release(self.tokens_RS.shape[1])", GRAPHS),
+        ("True if mask is None else mask", "True", GRAPHS),
+        ("finished_share = 0.5", "finished_share = 0.0", GRAPHS),
+        ("        before = self.last_read\n", "        before = None\n", GRAPHS),
+        (
+            "            layer.release(length)\n        self.graphs.refuse",
+            "            pass\n        self.graphs.refuse",
+            GRAPHS,
+        ),
+    ),
+    *edits_of(
+        "generation/growing_cache.py",
+        ("states.to(buffer.dtype)", "states", GRAPHS),
+        ("            buffer[:, :, self.get_seq_length() :] = 0\n", "            pass\n", GRAPHS),
+    ),
     *edits_of(
         "hf/step_state.py",
         ("return dict(self._marks)", "return self._marks", MARKS),

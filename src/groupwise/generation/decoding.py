@@ -78,9 +78,6 @@ ROW_PROCESSORS = frozenset(
 #: Values of other settings that have no effect; nor have None and False, apart from ``use_cache``.
 NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
 
-#: Finished rows are removed once they are this share of the batch: removal copies the cache of the others.
-FINISHED_SHARE = 0.25
-
 
 class ForeignProcessorError(Exception):
     """A logits processor or stopping criterion may have state per row, and must see all rows in order."""
@@ -172,6 +169,9 @@ class RowSampler:
         ForeignProcessorError: a processor or criterion is not one that the settings create.
     """
 
+    #: Finished rows are removed once they are this share of the batch: removal copies the cache of the rest.
+    finished_share = 0.25
+
     def __init__(
         self,
         processors: LogitsProcessorList,
@@ -213,16 +213,19 @@ class RowSampler:
             BackendError: the scores of a row were NaN or infinite.
         """
         self.running_R &= ~self.criteria(tokens_RS, None)
-        # Waits for the device, once per token: one read of both.
-        num_running = int(self.running_R.sum().where(~self.invalid_R.any(), NO_TOKEN))
+        num_running = self._read(self.running_R.sum().where(~self.invalid_R.any(), NO_TOKEN))
         if num_running == NO_TOKEN:
             raise BackendError(INVALID_LOGITS)
-        if num_running > (1 - FINISHED_SHARE) * len(self.running_R):
+        if num_running > (1 - self.finished_share) * len(self.running_R):
             return None
         kept_R = self.running_R.nonzero().squeeze(1)
         self.index_R, self.running_R = self.index_R[kept_R], self.running_R[kept_R]
         self._select(kept_R)
         return kept_R
+
+    def _read(self, number: torch.Tensor) -> int:
+        """Return the number of running rows, or ``NO_TOKEN``. Waits for the device, once per token."""
+        return int(number)
 
     def _select(self, rows_R: torch.Tensor) -> None:
         for processor in self.processors:  # prompt padding that the repetition penalty ignores
@@ -241,6 +244,7 @@ def decode_groups(
     copies: Sequence[int],
     image_arrays: Collection[str] = (),
     make_sampler: Callable[..., RowSampler] = RowSampler,
+    make_rows: Callable[..., DecodingRows] | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Sample ``copies[i]`` completions of prompt i.
@@ -252,6 +256,7 @@ def decode_groups(
         copies: number of completions per prompt, P.
         image_arrays: names of the arguments that have images, not one row per prompt.
         make_sampler: called with the processors, the criteria and the generation config.
+        make_rows: called with the arguments of :class:`DecodingRows`, which None stands for.
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
@@ -267,7 +272,7 @@ def decode_groups(
     sequences = input_ids.new_full((len(rows_R), limit), pad)  # filled as rows leave the batch
     outputs = prefill(model, input_ids, generation_config, model_kwargs)  # one forward of P prompts
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in image_arrays}
-    batch = _Rows(model, input_ids, outputs, model_kwargs)
+    batch = (make_rows or DecodingRows)(model, input_ids, outputs, model_kwargs)
     continue_rows(batch.cache, rows_R, limit)  # P rows of keys and values become R
     batch.select(rows_R)
     sampler.begin(rows_R)
@@ -277,12 +282,11 @@ def decode_groups(
             batch.append(sampler.sample(batch.tokens_RS, batch.logits_RV))
             kept_R = sampler.rows_to_keep(batch.tokens_RS)
             if kept_R is not None:
-                sequences[output_index_R, : batch.tokens_RS.shape[1]] = batch.tokens_RS
+                length = min(batch.tokens_RS.shape[1], limit)  # a sampler may learn late that all have ended
+                sequences[output_index_R, :length] = batch.tokens_RS[:, :length]
                 if not len(kept_R):
-                    return sequences[:, : batch.tokens_RS.shape[1]]
-                for layer in batch.cache.layers:
-                    select_cache_rows(layer, kept_R)
-                batch.select(kept_R)
+                    return sequences[:, :length]
+                batch.keep(kept_R)
                 output_index_R = output_index_R[kept_R]
             batch.forward()
 
@@ -310,7 +314,7 @@ def sample_tokens(
     return unchecked_multinomial(probabilities_RV, generator)
 
 
-class _Rows:
+class DecodingRows:
     """Rows being decoded: tokens (R, S), next logits (R, V), key-value cache and other model inputs."""
 
     def __init__(
@@ -347,17 +351,24 @@ class _Rows:
                 by_axis = name == "position_ids" and value.ndim == 3  # time, height, width: (3 or 4, R, S)
                 self.kwargs[name] = value[:, rows_R] if by_axis else value[rows_R]
 
+    def keep(self, rows_R: torch.Tensor) -> None:
+        """Remove the other rows, from the cache too."""
+        for layer in self.cache.layers:
+            select_cache_rows(layer, rows_R)
+        self.select(rows_R)
+
     def append(self, tokens_R: torch.Tensor) -> None:
         self.tokens_RS = torch.cat([self.tokens_RS, tokens_R[:, None]], dim=1)
 
-    def forward(self) -> None:
-        """Compute the logits after the last token."""
+    def forward(self) -> dict[str, Any]:
+        """Compute the logits after the last token; returns the inputs of the model."""
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
         if self.supports_packing:
             mask_RS = inputs.get("attention_mask")  # generate omits it if nothing is padded
             attention = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
             inputs.update(attention_mask=attention.mask, attention_function=attention)
         self._update(self.model(**inputs, return_dict=True))
+        return inputs
 
     def _update(self, outputs: Any) -> None:
         self.kwargs = update_model_kwargs(self.model, outputs, self.kwargs)

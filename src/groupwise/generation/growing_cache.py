@@ -30,12 +30,13 @@ class GrowingLayer(DynamicLayer):
 
     keys: torch.Tensor
     values: torch.Tensor
+    position_1: torch.Tensor | None  # of the next keys and values while addresses are fixed
 
     def __init__(self, filled: DynamicLayer, rows_R: torch.Tensor, limit: int) -> None:
         super().__init__()
         self.dtype = filled.keys.dtype  # type: ignore[union-attr]
         self.device, self.is_initialized = filled.device, True
-        self.limit = limit
+        self.limit, self.position_1 = limit, None
         rows = rows_R.to(self.device)
         self.buffers = [self._with_capacity(old, rows) for old in (filled.keys, filled.values)]
         self._set_length(filled.get_seq_length())
@@ -43,7 +44,11 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append positions; returns all keys and values, (R, K, S, D) each."""
+        """Append positions; returns all keys and values, (R, K, S, D) each, or the buffers if fixed."""
+        if self.position_1 is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.position_1, states.to(buffer.dtype))
+            return self.buffers[0], self.buffers[1]
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
         if end > self.buffers[0].shape[-2] or value_states.dtype != self.dtype:
             self.dtype = value_states.dtype
@@ -53,6 +58,17 @@ class GrowingLayer(DynamicLayer):
             buffer.narrow(2, start, end - start).copy_(states)
         self._set_length(end)
         return self.keys, self.values
+
+    def fix(self, position_1: torch.Tensor) -> None:
+        """Write at ``position_1`` from now on, and return the buffers whole: no address or shape changes."""
+        for buffer in self.buffers:  # new memory may contain NaN, which a weight of 0 does not remove
+            buffer[:, :, self.get_seq_length() :] = 0
+        self.position_1 = position_1
+
+    def release(self, length: int) -> None:
+        """Append again, after ``length`` positions."""
+        self.position_1 = None
+        self._set_length(length)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows."""

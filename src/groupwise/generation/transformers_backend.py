@@ -34,6 +34,7 @@ from groupwise.generation.base import (
     json_dict,
 )
 from groupwise.generation.decoding import (
+    DecodingRows,
     ForeignProcessorError,
     RowSampler,
     can_decode_groups,
@@ -117,6 +118,7 @@ class TransformersBackend(GenerationBackend):
         self.gather_weights = gather_weights
         self.stock_decoding = generation_config.cache_implementation is not None
         self.end_tokens = frozenset(end_tokens(generation_config))
+        self.graphs: Any = None  # StepGraphs, on a CUDA device
 
     @property
     def requires_all_ranks(self) -> bool:
@@ -129,7 +131,16 @@ class TransformersBackend(GenerationBackend):
             path = FastPath("decoding", "transformers", "parameters are sharded, so ranks decode in step")
         elif self.stock_decoding and not path.reason:
             path = FastPath("decoding", "transformers", "cache_implementation of groupwise.trl_hooks")
-        return [path]
+        graphs = None if path.reason else self._step_graphs(policy.device)
+        return [path] if graphs is None else [path, graphs.path()]
+
+    def _step_graphs(self, device: torch.device) -> Any:
+        """Return the run's ``StepGraphs``; None on a device without graphs."""
+        if device.type == "cuda" and self.graphs is None:
+            from groupwise.generation.decoding_graph import StepGraphs
+
+            self.graphs = StepGraphs()
+        return self.graphs
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return True unless the model has a decoding loop of its own."""
@@ -214,8 +225,12 @@ class TransformersBackend(GenerationBackend):
                 first, copies = group_prompts(prompts, images)  # P rows, of which the loop makes B
                 rows, images = [prompts[row] for row in first], [images[row] for row in first if images]
                 draws = nullcontext()  # the sampler has the generator
-                make_sampler = partial(RowSampler, recorder=recorder, generator=generator)
-                own_loop = partial(decode_groups, copies=copies, make_sampler=make_sampler)
+                graphs = self._step_graphs(model.device)
+                sampler, make_rows = (RowSampler, DecodingRows) if graphs is None else graphs.loop()
+                make_sampler = partial(sampler, recorder=recorder, generator=generator)
+                own_loop = partial(
+                    decode_groups, copies=copies, make_sampler=make_sampler, make_rows=make_rows
+                )
                 arrays = {name for row in images for name in row.arrays}
                 loop = {"custom_generate": partial(own_loop, image_arrays=arrays)}
             elif recorder is not None:

@@ -23,7 +23,6 @@ from groupwise.cpu import cpu_generation, install_cpu_training
 from groupwise.errors import ConfigError
 from groupwise.generation.base import RUN_SETTINGS, ProcessingClass
 from groupwise.generation.decoding import (
-    FINISHED_SHARE,
     RowSampler,
     can_decode_groups,
     decode_groups,
@@ -71,6 +70,12 @@ class SharedBackend(TransformersBackend):
     ) -> list[Completion]:
         self.check(sampling)
         return self.thread.pause(SampleRequest(self, prompts, sampling))
+
+    def _step_graphs(self, device: torch.device) -> Any:
+        graphs = super()._step_graphs(device)
+        if graphs is not None:
+            graphs.reason = "the runs of a sweep are decoded in one batch"
+        return graphs
 
     def padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
         """Return the length that the prompts of a run on its own are padded to."""
@@ -186,7 +191,7 @@ class _JointSampler(RowSampler):
             if kept_R is not None:
                 part.rows_R = part.rows_R[kept_R]
         remaining_R = torch.cat([part.rows_R for part in self.parts])
-        if len(remaining_R) > (1 - FINISHED_SHARE) * self.num_rows:
+        if len(remaining_R) > (1 - self.finished_share) * self.num_rows:
             return None
         start, self.num_rows = 0, len(remaining_R)
         for part in self.parts:
