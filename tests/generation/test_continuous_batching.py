@@ -33,7 +33,9 @@ def test_greedy_tokens_are_the_most_likely_ones(tmp_path):
     """Against plain forwards; the model keeps its attention and its mode."""
     model = runs.policy().train()
     assert install_attention_hook(model)
-    completions = backend(tmp_path, model, generation_kwargs={"do_sample": False}).generate(PROMPTS)
+    sampler = backend(tmp_path, model, generation_kwargs={"do_sample": False})
+    assert [path.choice for path in sampler.fast_paths(model)] == ["continuous batching"]
+    completions = sampler.generate(PROMPTS)
     assert model.training
     assert model.config._attn_implementation == IMPLEMENTATION
     model.eval()

@@ -30,6 +30,7 @@ from groupwise.policy.introspection import (
 )
 from groupwise.random_state import seeded_from
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.fast_paths import FastPath
 from groupwise.tokenization.text import text_tokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class ContinuousBatchingBackend(TransformersBackend):
     ) -> None:
         super().__init__(model, generation_config, config)
         self.batching = batching
+
+    def fast_paths(self, policy: Any) -> list[FastPath]:
+        """See :meth:`GenerationBackend.fast_paths`."""
+        return [FastPath("decoding", "continuous batching", "use_transformers_continuous_batching=True")]
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """Return False: the scheduler applies logits processors to rows of several requests."""
