@@ -85,7 +85,9 @@ def test_ctrl_c_ends_watching_and_the_page_stops_loading_itself(tmp_path):
     run.mkdir()
     (run / "settings.json").write_text("{}")
     assert main(["report", "--watch", str(run), "--max_completions", "0"]) == 2
-    command = [sys.executable, "-c", "import sys; from groupwise.commands.cli import main; sys.exit(main())"]
+    # Tests that a shell runs in the background ignore the signal, and so would what they start.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}; from groupwise.commands.cli import main; sys.exit(main())"]
     watching = subprocess.Popen([*command, "report", "--watch", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert any(line.startswith(f"{run / 'report.html'} follows {run}") for line in watching.stdout)
