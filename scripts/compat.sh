@@ -41,8 +41,8 @@ PYTHON
         "$1" -m pip install -q --no-deps --upgrade --target "$environment" "${others[@]}"
     fi
     examples=tests/examples/test_examples.py
-    "$1" -m pytest -q -p no:cacheprovider tests/compat tests/generation/test_decoding.py tests/policy/test_adapters.py \
-        tests/policy/layouts tests/hf/test_resume.py \
+    "$1" -m pytest -q -p no:cacheprovider tests/compat tests/generation/test_decoding.py \
+        tests/generation/test_decoding_graph.py tests/policy/test_adapters.py tests/policy/layouts tests/hf/test_resume.py \
         $examples::test_an_example_runs $examples::test_the_quickstart_writes_its_accuracies \
         --deselect "$examples::test_an_example_runs[vllm_colocate]" \
         --deselect "$examples::test_an_example_runs[vllm_server]" # vLLM has its own range of versions

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "groupwise"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 #: Lines of all of ``src``, blank lines and docstrings included.
-LINES = 41_673
+LINES = 41_681
 
 #: Files and lines of the algorithm, as ``docs/reading.md`` lists them.
 READING_FILES, READING_LINES = 44, 8_192

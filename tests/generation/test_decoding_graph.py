@@ -65,6 +65,7 @@ def test_sampled_completions_are_those_of_eager_steps(name, ends):
     recording = Recording()
     recorded = backend(model, config, recording)
     shapes = forward_shapes(model)
+    assert recorded.fast_paths(model)[1].choice == "CUDA graph once it is checked"
     assert completions(recorded) == expected
     assert completions(recorded) == expected  # a second generation records anew
     assert recorded.fast_paths(model)[1].choice == "CUDA graph"

@@ -66,6 +66,7 @@ class StepGraphs:
         self.capture = capture
         self.reason = ""  # why steps are eager
         self.warns = False
+        self.passed = False  # a graph has given the log-probs of an eager step
 
     def loop(self) -> tuple[type[RowSampler], Callable[..., DecodingRows]]:
         """Return what makes sampler and rows of ``decode_groups``."""
@@ -75,7 +76,8 @@ class StepGraphs:
 
     def path(self) -> FastPath:
         """Return the state of the run."""
-        return FastPath("decoding steps", "eager" if self.reason else "CUDA graph", self.reason, self.warns)
+        choice = "eager" if self.reason else "CUDA graph" if self.passed else "CUDA graph once it is checked"
+        return FastPath("decoding steps", choice, self.reason, self.warns)
 
     def refuse(self, reason: str, *, warns: bool) -> None:
         """Decode eagerly for the rest of the run."""
@@ -162,6 +164,7 @@ class GraphedRows(DecodingRows):
             reason = f"recording failed with {shortened(error)}"
         else:
             if difference <= self.tolerance:  # False for NaN
+                self.graphs.passed = True
                 return
             reason = (
                 f"log-probs differ from those of an eager step by {difference:.2g} nats "

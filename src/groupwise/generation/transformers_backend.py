@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -58,6 +58,9 @@ from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.tokenization.text import end_tokens, text_tokenizer
+
+if TYPE_CHECKING:
+    from groupwise.generation.decoding_graph import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +121,7 @@ class TransformersBackend(GenerationBackend):
         self.gather_weights = gather_weights
         self.stock_decoding = generation_config.cache_implementation is not None
         self.end_tokens = frozenset(end_tokens(generation_config))
-        self.graphs: Any = None  # StepGraphs, on a CUDA device
+        self.graphs: StepGraphs | None = None  # on a CUDA device
 
     @property
     def requires_all_ranks(self) -> bool:
@@ -134,8 +137,8 @@ class TransformersBackend(GenerationBackend):
         graphs = None if path.reason else self._step_graphs(policy.device)
         return [path] if graphs is None else [path, graphs.path()]
 
-    def _step_graphs(self, device: torch.device) -> Any:
-        """Return the run's ``StepGraphs``; None on a device without graphs."""
+    def _step_graphs(self, device: torch.device) -> StepGraphs | None:
+        """Return the use of graphs by the run; None on a device without graphs."""
         if device.type == "cuda" and self.graphs is None:
             from groupwise.generation.decoding_graph import StepGraphs
 

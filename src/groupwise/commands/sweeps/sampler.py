@@ -41,6 +41,8 @@ from groupwise.records import Completion, SamplingOptions
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+    from groupwise.generation.decoding_graph import StepGraphs
+
 #: Settings and adapters of the runs that share a base model.
 Runs: TypeAlias = "Sequence[tuple[GRPOConfig, PeftConfig]]"
 
@@ -71,7 +73,7 @@ class SharedBackend(TransformersBackend):
         self.check(sampling)
         return self.thread.pause(SampleRequest(self, prompts, sampling))
 
-    def _step_graphs(self, device: torch.device) -> Any:
+    def _step_graphs(self, device: torch.device) -> StepGraphs | None:
         graphs = super()._step_graphs(device)
         if graphs is not None:
             graphs.reason = "the runs of a sweep are decoded in one batch"
