@@ -227,7 +227,7 @@ CORE = [
     ),
     *_of(
         "confidence.py",
-        ("alpha / (look * (look + 1))", "alpha", CONFIDENCE),
+        ("0.05 / (look * (look + 1))", "0.05", CONFIDENCE),
         ("(z**3 + z) / 4", "(z**3 - z) / 4", CONFIDENCE),
         ("16 * z**3", "6 * z**3", CONFIDENCE),
         ("freedom**power", "freedom", CONFIDENCE),

@@ -6,7 +6,6 @@ from mutation import edits_of
 
 MARKS = ("tests/hf/test_step_state.py",)
 MEMORY = ("tests/hf/test_out_of_memory.py",)
-PRUNING = ("tests/commands/sweeps/test_pruning.py",)
 ADAPTERS = ("tests/commands/sweeps/test_row_adapters.py",)
 COMMANDS = ("tests/commands/sweeps/test_commands.py",)
 GRAPHS = ("tests/generation/test_decoding_graph.py",)
@@ -55,17 +54,6 @@ RUNS = [
             "            pass\n        return loss",
             MEMORY,
         ),
-    ),
-    *edits_of(
-        "commands/sweeps/pruning.py",
-        ("if step % self.eval_steps == 0", "if True", PRUNING),
-        ("if step <= self._compared:", "if step < self._compared:", PRUNING),
-        ("        self._compared = step\n", "", PRUNING),
-        ("set.intersection(*waited_for)", "set.union(*waited_for)", PRUNING),
-        ("step // self.eval_steps, len", "1, len", PRUNING),
-        ("found if run.name in active]", "found]", PRUNING),
-        ("num_runs * (num_runs - 1) // 2", "num_runs - 1", PRUNING),
-        ("if not share_base:", "if False:", PRUNING),
     ),
     *edits_of(
         "commands/sweeps/adapters.py",

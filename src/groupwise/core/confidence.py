@@ -20,15 +20,15 @@ import torch
 LEAST_PROMPTS = 20
 
 
-def look_level(look: int, alpha: float = 0.05) -> float:
-    """Return the error probability of the interval at look 1, 2, …; over all looks they add up to ``alpha``.
+def look_level(look: int) -> float:
+    """Return the error probability of the interval at look 1, 2, …; over all looks they add up to 5 %.
 
     Raises:
         ValueError: ``look`` is below 1.
     """
     if look < 1:
         raise ValueError(f"look={look}; evaluations are counted from 1")
-    return alpha / (look * (look + 1))  # Σ 1 / (k (k + 1)) = 1
+    return 0.05 / (look * (look + 1))  # Σ 1 / (k (k + 1)) = 1
 
 
 def student_quantile(probability: float, freedom: int) -> float:
@@ -46,8 +46,8 @@ def student_quantile(probability: float, freedom: int) -> float:
     return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def gain_interval(differences: torch.Tensor, look: int, alpha: float = 0.05) -> tuple[float, float]:
-    """Compute the interval of a mean gain at look 1, 2, … of a run.
+def gain_interval(differences: torch.Tensor, look: int) -> tuple[float, float]:
+    """Compute the interval of a mean gain at look 1, 2, … of a run; over all looks the level is 95 %.
 
     Student's interval over the P prompts and two further observations, −1 and 1, which are the largest that a
     prompt can have. Without them the interval has width 0 where no prompt changed, and is too narrow where a
@@ -57,7 +57,6 @@ def gain_interval(differences: torch.Tensor, look: int, alpha: float = 0.05) -> 
         differences: (P,) one per prompt, in [-1, 1]: the metric of this evaluation minus that of the first.
             Prompts are independent; evaluations may depend on each other in any way.
         look: number of this evaluation after the first one.
-        alpha: probability that any interval of the run misses its gain.
 
     Returns:
         (low, high) within [-1, 1].
@@ -67,7 +66,7 @@ def gain_interval(differences: torch.Tensor, look: int, alpha: float = 0.05) -> 
     """
     if not len(differences) or not bool((differences.abs() <= 1).all()):
         raise ValueError("differences must be one or more numbers in [-1, 1]")
-    level = look_level(look, alpha)
+    level = look_level(look)
     if len(differences) < LEAST_PROMPTS:
         return -1.0, 1.0
     values = torch.cat([differences.double(), torch.tensor([-1.0, 1.0], dtype=torch.float64)])  # (P + 2,)

@@ -43,16 +43,6 @@ def test_flags_act_on_all_runs(run_file, tmp_path):
     assert sweep.runs["high"].args.beta == 0.1
 
 
-def test_a_file_can_ask_to_stop_losing_runs(run_file):
-    Path("held_out.jsonl").write_text("".join(f'{{"prompt": "w{i}"}}\n' for i in range(20)))
-    settings = {"eval_dataset": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 2}
-    runs = {"low": {}, "high": {"learning_rate": 1e-1}}
-    for prune in (True, False):
-        file = run_file(runs=runs, lora=LORA, prune=prune, **settings)
-        sweep, *_ = make_sweep(["--config", file])
-        assert (sweep.pruning is not None) is prune
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -60,9 +50,6 @@ def test_a_file_can_ask_to_stop_losing_runs(run_file):
         ({"runs": {"low": {"model": "other"}}}, "'model', which runs of a sweep have in common"),
         ({"runs": {"low": {"learning_rat": 1}}}, "nearest: 'learning_rate'"),
         ({"tools": "my_rewards:even"}, "does not support"),
-        ({"prune": "yes please"}, "prune: 'yes please' must be true or false"),
-        ({"prune": True}, "prune=True compares rewards, and the runs have different reward functions"),
-        ({"runs": {"low": {"prune": True}}}, "'prune', which runs of a sweep have in common"),
         ({"lora": {"use_dora": True}}, "use_dora"),
         (
             {"resume_from_checkpoint": "out/low/checkpoint-2"},

@@ -227,44 +227,6 @@ def test_runs_of_all_weights_follow_one_after_the_other(tmp_path, caplog):
         assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
-def test_a_run_that_is_worse_on_the_held_out_prompts_is_stopped(tmp_path, caplog):
-    """Completions with two even tokens pass; those of the bad run have one token."""
-
-    def passes(completion_ids: Any, **_: Any) -> list[float]:
-        return [float(sum(token % 2 == 0 for token in ids) >= 2) for ids in completion_ids]
-
-    names = {"plain": {}, "hot": {}, "bad": {"max_completion_length": 1}}
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 4, "max_steps": 6}
-    evaluation |= {"save_strategy": "steps", "save_steps": 100}
-    made = Sweep(
-        policy(),
-        passes,
-        {
-            name: config(
-                tmp_path / name, **{**evaluation, "save_strategy": "steps", "save_steps": 100}, **own
-            )
-            for name, own in names.items()
-        },
-        runs.prompts(),
-        runs.prompts(28),
-        processing_class=runs.tokenizer(),
-        peft_config=LoraConfig(task_type="CAUSAL_LM"),
-        prune=True,
-    )
-    found = made.run()
-    assert {name: run.status for name, run in found.items()} == {
-        "plain": "finished",
-        "hot": "finished",
-        "bad": "stopped",
-    }
-    assert found["bad"].state.global_step < 6
-    assert "run 'bad' passes" in caplog.text and "fewer completions than" in caplog.text
-    logged = [log["eval_reward"] for log in found["plain"].state.log_history if "eval_reward" in log]
-    scores = found["plain"].scores
-    assert sorted(scores) == [2, 4, 6] and {len(score_P) for score_P in scores.values()} == {28}
-    assert [score_P.mean().item() for score_P in scores.values()] == pytest.approx(logged, rel=1e-5)
-
-
 def test_rewards_may_differ_between_runs(tmp_path):
     def odd(completion_ids: Any, **_: Any) -> list[float]:
         return [float(sum(token % 2 for token in ids)) for ids in completion_ids]

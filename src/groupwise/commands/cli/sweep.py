@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Keys that are the same for all runs, because they share model, data and directory.
 _COMMON = (
-    "prune",
     *("model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split"),
     *("output_dir", "model_init_kwargs", "trust_remote_code", "resume_from_checkpoint"),
 )
@@ -114,9 +113,6 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
     runs = settings.pop("runs", None)
     if not isinstance(runs, dict) or not all(isinstance(changes or {}, dict) for changes in runs.values()):
         raise ConfigError(f"{own.config} has no runs; write runs: {{low: {{learning_rate: 1e-6}}, ...}}")
-    prune = settings.pop("prune", False)
-    if not isinstance(prune, bool):
-        raise ConfigError(f"prune: {prune!r} must be true or false")
     for name in _UNSUPPORTED:
         if name in settings:
             raise ConfigError(f"{own.config} has {name}, which a sweep does not support")
@@ -142,7 +138,6 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
             train_dataset,
             eval_dataset,
             peft_config={name: lora_config(run) for name, (run, _) in parsed.items()},
-            prune=prune,
         )
     return sweep, resume == "true", common.dataset
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -30,7 +29,6 @@ from groupwise.commands.sweeps.commands import (
     sweep_lock,
     write_clones,
 )
-from groupwise.commands.sweeps.pruning import HeldOutScores, Pruning
 from groupwise.commands.sweeps.sampler import PolicySampler
 from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 from groupwise.config.grpo_config import GRPOConfig
@@ -98,7 +96,6 @@ class SweepRun:
     error: exception of a failed run.
     trainer: None before and after the turn of a run without an adapter.
     state: of its trainer, also after the end.
-    scores: shares of completions that pass, by prompt of the held-out set and by the step of the evaluation.
     """
 
     name: str
@@ -109,7 +106,6 @@ class SweepRun:
     error: BaseException | None = None
     trainer: GRPOTrainer | None = None
     state: TrainerState = field(default_factory=TrainerState)
-    scores: dict[int, torch.Tensor] = field(default_factory=dict)
     resume_from: str | bool | None = None
     thread: TurnThread | None = None
     request: Any = None  # it waits for these completions
@@ -158,7 +154,6 @@ class Sweep:
         eval_dataset: the same.
         processing_class: the same.
         peft_config: the adapter of all runs, or a dictionary by run, in which None trains all weights.
-        prune: stop runs that are worse than another one on ``eval_dataset``; see :class:`Pruning`.
 
     Raises:
         ConfigError: settings that runs in one process cannot have, or that the shared sampler does not
@@ -174,7 +169,6 @@ class Sweep:
         eval_dataset: Any = None,
         processing_class: Any = None,
         peft_config: PeftConfig | Mapping[str, PeftConfig | None] | None = None,
-        prune: bool = False,
     ) -> None:
         self.model = model
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -185,8 +179,6 @@ class Sweep:
             for name, args in runs.items()
         }
         self.directory = self._check()
-        share_base = all(run.shares_base for run in self.runs.values())
-        self.pruning = Pruning(runs, reward_funcs, eval_dataset, share_base=share_base) if prune else None
         first = next(iter(self.runs.values())).args
         self.processing_class = load_processing_class(processing_class, model, first)
         self._rounds, self._saved_clones = 0, dict[str, SavedClone]()
@@ -251,8 +243,6 @@ class Sweep:
             self.sampler.check(backend, _policy(run))
         for printed in (PrinterCallback, ProgressCallback):  # the lines of all runs would alternate
             run.trainer.pop_callback(printed)
-        trainer = run.trainer
-        trainer.evaluation = HeldOutScores(run.scores, lambda: trainer.state.global_step)
         run.trainer.add_callback(_StepTurns(run))
 
     # The schedule.
@@ -348,12 +338,6 @@ class Sweep:
                 answers = [error] * len(waiting)
             for run, answer in zip(waiting, answers, strict=True):
                 run.request, run.answer = None, answer
-        if self.pruning is not None:  # runs worse than the leader, once all have the scores of an evaluation
-            scores = {name: run.scores for name, run in self.runs.items()}
-            names = [run.name for run in self.runs.values() if run.is_active]
-            for found in self.pruning.losing_runs(scores, names):
-                logger.warning("%s; the run is stopped", found)
-                self.stop(found.name)
         self._rounds += 1
         print_rich(self.table_line(), soft_wrap=True)
 
