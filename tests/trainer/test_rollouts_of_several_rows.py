@@ -16,12 +16,10 @@ import torch
 from support.runs import policy, prompts, tokenizer, trainer
 
 from groupwise import GRPOCallback
-from groupwise.commands.replay.objective_table import objective_table
 from groupwise.core.row_weights import count_rows, weigh_rows
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.errors import ConfigError
 from groupwise.records import Experience
-from groupwise.reporting.rollout_files import FOLDER, Recording
 
 END = 1
 #: Every built-in objective, ratio level, normalizer, mask and term that counts sequences or tokens.
@@ -277,23 +275,6 @@ def test_credit_by_row_changes_nothing_for_rows_that_continue_each_other(
         for credit in ("rollout", "row")
     )
     assert all(torch.equal(by_rollout[name], by_row[name]) for name in by_row)
-
-
-def test_a_recorded_step_by_row_has_the_loss_of_the_run(tmp_path: Path) -> None:
-    """Two micro-batches and two updates per generation: the ratios of the second step differ from 1."""
-    run = trainer(
-        tmp_path, score_reward, rollout_func=rollouts_in(5, forks=True), loss_type="grpo", num_iterations=2,
-        rollout_credit="row", gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=2,
-        save_rollouts=True,
-    )  # fmt: skip
-    run.train()
-    record = Recording(tmp_path / FOLDER).step(2)
-    own, by_rollout = (
-        objective_table([record], replace(run.args, rollout_credit=credit), [])[0].value
-        for credit in ("row", "rollout")
-    )
-    assert own == pytest.approx(sum(part.loss for part in record.computed), abs=1e-6)
-    assert own != pytest.approx(by_rollout, abs=1e-4)
 
 
 def test_credit_by_row_warns_where_each_rollout_is_one_row(

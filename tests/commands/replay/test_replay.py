@@ -1,11 +1,10 @@
-"""Recorded runs repeated bit by bit, records that were changed, objectives on a step, and bundles.
+"""Recorded runs repeated bit by bit, records that were changed, and bundles.
 
-Files: ``commands/replay/replay.py``, ``commands/replay/bundle.py``, ``commands/replay/objective_table.py``.
+Files: ``commands/replay/replay.py``, ``commands/replay/bundle.py``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import io
 import itertools
@@ -30,12 +29,9 @@ from support.runs import policy, prompts, tokenizer, trainer
 from support.workers.launch import run_ranks
 from transformers import TrainerCallback
 
-from groupwise import ConfigError, GRPOTrainer, register_objective
+from groupwise import ConfigError, GRPOTrainer
 from groupwise.commands.replay.bundle import LIMIT, is_replayed, open_recording, write_bundle
-from groupwise.commands.replay.objective_table import objective_table
 from groupwise.commands.replay.replay import replay, replay_config
-from groupwise.core import surrogates
-from groupwise.core.objectives import OBJECTIVES
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.rollout_files import FOLDER, Recording, file_name
 
@@ -122,8 +118,9 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
         tmp_path / "run", 2, model=str(tmp_path / "model"), processing_class=agent_runs.tokenizer()
     )
     assert found.equals_record and found.weights == "equal, bit for bit"
-    masks = [batch.loss_mask_BT.sum() for record in found.records for batch in record.window]
-    tokens = [batch.completion_mask_BT.sum() for record in found.records for batch in record.window]
+    window = Recording(tmp_path / "run" / FOLDER).step(2).window
+    masks = [batch.loss_mask_BT.sum() for batch in window]
+    tokens = [batch.completion_mask_BT.sum() for batch in window]
     assert 0 < sum(masks) < sum(tokens)  # results of tools have no loss
 
 
@@ -141,7 +138,7 @@ def test_rollouts_of_several_rows_are_replayed_with_their_contexts(tmp_path, tin
     recorded(tmp_path, tiny(), rollout_func=rollout, num_iterations=2, sequence_layout=layout)
     found = replay(tmp_path, 3)
     assert found.equals_record and found.weights == "equal, bit for bit"
-    assert any(batch.contexts for record in found.records for batch in record.window)
+    assert any(batch.contexts for batch in Recording(tmp_path / FOLDER).step(3).window)
 
 
 def test_images_are_read_by_their_digest(tmp_path):
@@ -242,7 +239,6 @@ def test_a_replay_on_two_processes_and_the_error_of_another_number(tmp_path, tin
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = [json.loads((tmp_path / f"found_{rank}.json").read_text()) for rank in range(2)]
     assert [rank["equal"] for rank in found] == [True, True] and found[0]["weights"] == "equal, bit for bit"
-    assert found[0]["cosine"] == 1.0 and found[0]["rows"] == 8
     with pytest.raises(
         ConfigError, match=r"trained by 2 processes, and the replay has 1: .*--num_processes 2"
     ):
@@ -365,60 +361,6 @@ def test_other_versions_have_a_budget(tmp_path, tiny):
     header.write_text(json.dumps(values))
     (found,) = replay(tmp_path, 1).steps
     assert found.budget == 1e-3 and found.first is None
-
-
-# Objectives.
-
-
-def test_the_runs_own_objective_has_cosine_one_and_the_recorded_loss(tmp_path, tiny):
-    settings = {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "grpo", "seed": 1}
-    run = recorded(tmp_path, tiny(), **settings)
-    record = Recording(tmp_path / FOLDER).step(2)  # off-policy: ratios differ from 1
-    rows = objective_table([record], run.args)
-    assert rows[0].name == "grpo" and rows[0].cosine == 1.0
-    assert rows[0].value == pytest.approx(sum(part.loss for part in record.computed), abs=1e-6)
-    assert {row.name for row in rows} == set(OBJECTIVES)
-    assert all(-1.0 <= row.cosine <= 1.0 for row in rows)
-    by_name = {row.name: row for row in rows}
-    # Sequences count equally or by tokens: other weights of the same tokens.
-    assert by_name["dapo"].cosine != 1.0 and by_name["dapo"].cosine > 0.5
-
-
-def test_gradients_by_log_prob_on_policy(tmp_path, tiny):
-    run = recorded(tmp_path, tiny(), loss_type="dapo")
-    record = Recording(tmp_path / FOLDER).step(1)
-    (batch,) = record.window
-    # The ratio is 1: ∂L/∂ℓ_it = -A_i w_it. dapo: w = 1 / tokens; grpo: w_i = 1 / (rows · |o_i|).
-    mask_BT, lengths_B1 = batch.loss_mask_BT.double(), batch.loss_mask_BT.sum(-1, keepdim=True)
-    dapo = (-batch.advantages_BX * mask_BT / mask_BT.sum()).flatten()
-    grpo = (-batch.advantages_BX * mask_BT / (len(batch) * lengths_B1)).flatten()
-    rows = {row.name: row for row in objective_table([record], run.args, ["grpo"])}
-    assert list(rows) == ["dapo", "grpo"]
-    assert rows["dapo"].gradient_norm == pytest.approx(dapo.norm().item(), rel=1e-5)
-    assert rows["grpo"].gradient_norm == pytest.approx(grpo.norm().item(), rel=1e-5)
-    expected = torch.dot(dapo, grpo) / (dapo.norm() * grpo.norm())
-    assert rows["grpo"].cosine == pytest.approx(expected.item(), rel=1e-5)
-
-
-@dataclasses.dataclass
-class Slope:
-    """Settings without a default: such an objective needs the run's loss_kwargs."""
-
-    slope: float
-
-
-def test_objectives_of_the_user_are_in_the_table(tmp_path, tiny, monkeypatch):
-    monkeypatch.setattr(OBJECTIVES, "_entries", dict(OBJECTIVES._entries))
-    run = recorded(tmp_path, tiny())
-    register_objective("test_steep", surrogates.clipped, "token_mean", settings=Slope)
-    register_objective(
-        "test_uphill", lambda inputs, settings: -surrogates.clipped(inputs, settings), "token_mean"
-    )
-    rows = objective_table([Recording(tmp_path / FOLDER).step(1)], run.args, ["test_uphill"])
-    assert rows[1].cosine == pytest.approx(-1.0) and rows[1].value == pytest.approx(-rows[0].value)
-    rows = objective_table([Recording(tmp_path / FOLDER).step(1)], run.args)
-    (steep,) = [row for row in rows if row.name == "test_steep"]
-    assert math.isnan(steep.value) and math.isnan(steep.cosine)
 
 
 # Bundles.

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from groupwise.commands.replay.objective_table import objective_table
 from groupwise.commands.replay.replay import replay
 from support.runs import trainer
 
@@ -32,12 +31,9 @@ def main(directory: Path, model: str) -> None:
     )
     run.train()
     found = replay(directory / "run", 2)
-    rows = objective_table(found.records, found.trainer.args)
     values = {
         "equal": found.equals_record and all(step.budget == 0 for step in found.steps),
         "weights": found.weights,
-        "cosine": rows[0].cosine,
-        "rows": sum(len(batch) for record in found.records for batch in record.window),
     }
     (directory / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(values))
     torch.distributed.destroy_process_group()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from groupwise.commands.replay.objective_table import ObjectiveRow
     from groupwise.commands.replay.replay import Replay
 
 
@@ -21,11 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     from groupwise.commands.replay import replay
     from groupwise.commands.replay.bundle import open_recording, write_bundle
-    from groupwise.commands.replay.objective_table import objective_table
-    from groupwise.core.objectives import OBJECTIVES
 
-    if options.objective not in (None, "all"):
-        OBJECTIVES[options.objective]  # an unknown name fails here, before the model is loaded
     with open_recording(options.run) as recording, ExitStack() as stack:
         if options.bundle is not None:
             if options.step is None:
@@ -38,14 +33,6 @@ def run(arguments: Sequence[str]) -> int:
         for library in map(logging.getLogger, ("groupwise", "transformers")):
             stack.callback(library.setLevel, library.level)
             library.setLevel(logging.ERROR)  # warnings are those of the recorded run
-        if options.from_record:
-            step = recording.last_step if options.step is None else options.step
-            recording.check_step(step)
-            records = [recording.step(step, rank) for rank in range(recording.header["world_size"])]
-            names = None if options.objective in (None, "all") else [options.objective]
-            config = replay.replay_config(recording.header, ".", trust_remote_code=False)
-            print(table(objective_table(records, config, names)))
-            return 0
         result = replay.replay(
             recording,
             options.step,
@@ -59,9 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         if kind != "groupwise.trainer.GRPOTrainer":
             print(f"trained by {kind}, replayed without its overrides: replay(…, trainer_class=) has them")
         print(report(result))
-        if options.objective is not None:
-            names = None if options.objective == "all" else [options.objective]
-            print(table(objective_table(result.records, result.trainer.args, names)))
         return int(not (result.equals_record and result.is_compared))
 
 
@@ -69,18 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="groupwise replay", description=__doc__)
     parser.add_argument("run", help="output_dir of a run with save_rollouts=True, or a bundle")
     parser.add_argument("--step", type=int, help="optimizer step, counted from 1; default: the last one")
-    parser.add_argument(
-        "--objective",
-        nargs="?",
-        const="all",
-        metavar="NAME",
-        help="also show value, gradient and cosine of this objective, or of all registered ones",
-    )
-    parser.add_argument(
-        "--from_record",
-        action="store_true",
-        help="show the objectives on the recorded log-probs, without a model and without a replay",
-    )
     parser.add_argument("--bundle", metavar="FILE", help="write the step as a bug report instead")
     parser.add_argument("--model", help="initial model; for a bundle, the weights before its step")
     parser.add_argument("--tolerance", type=float, help="largest difference from the record")
@@ -99,17 +71,4 @@ def report(result: Replay) -> str:
         )
     if result.weights is not None:
         lines.append(f"weights after step {result.last_step}, beside the checkpoint: {result.weights}")
-    return "\n".join(lines)
-
-
-def table(rows: Sequence[ObjectiveRow]) -> str:
-    """Return a table of objectives; the first row is that of the run."""
-    width = max(len(row.name) for row in rows)
-    lines = [f"{'objective':<{max(width, 9)}}  {'value':>12}  {'grad norm':>12}  {'cosine':>9}"]
-    for number, row in enumerate(rows):
-        cosine = f"{row.cosine:>9.6f}" if row.cosine == row.cosine else f"{'-':>9}"  # NaN: a gradient is zero
-        mark = "  (the run's)" if number == 0 else ""
-        lines.append(
-            f"{row.name:<{max(width, 9)}}  {row.value:>12.5g}  {row.gradient_norm:>12.5g}  {cosine}{mark}"
-        )
     return "\n".join(lines)

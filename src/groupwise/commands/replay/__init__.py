@@ -1,1 +1,1 @@
-"""Replays of recorded steps, bug reports, and objectives compared on recorded data."""
+"""Replays of recorded steps, and bug reports."""

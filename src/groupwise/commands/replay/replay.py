@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from safetensors import safe_open
 from torch.utils.data import Dataset
 from transformers import (
@@ -355,7 +354,6 @@ class Replay:
     start: checkpoint or model that it started from.
     last_step: number of the last replayed step.
     steps: comparison of every step that has a record, with the rows of this rank.
-    records: replayed last step, of every rank.
     weights: comparison of the weights with the checkpoint after the last step; None: there is no such one.
     trainer: trainer with the weights after the last step.
     """
@@ -363,7 +361,6 @@ class Replay:
     start: str
     last_step: int
     steps: list[StepComparison]
-    records: list[StepRecord]
     weights: str | None
     trainer: GRPOTrainer
 
@@ -435,7 +432,6 @@ def replay(
             start=str(checkpoint or (model if isinstance(model, str) else type(model).__name__)),
             last_step=step,
             steps=_compare_steps(recording, made, rank, budget),
-            records=gather_object([made.step(number, rank)]),
             weights=None if recording.is_bundle else _compare_weights(recording, step, trainer, directory),
             trainer=trainer,
         )
@@ -455,8 +451,8 @@ def _check_run(header: Mapping[str, Any]) -> None:
     """Refuse runs whose steps a replay would compute differently."""
     if header.get("sharded"):
         raise ConfigError(
-            "the run was trained with FSDP or DeepSpeed, whose steps cannot be replayed; its objectives can "
-            "be compared: --from_record --objective"
+            "the run was trained with FSDP or DeepSpeed, whose steps cannot be replayed; its generations and "
+            "steps are in the files"
         )
     if any(name.startswith("groupwise.trl_hooks.") for name in header["trainer"]):
         raise ConfigError(
