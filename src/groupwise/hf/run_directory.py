@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -341,14 +340,6 @@ class RunDirectory:
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:12]
-
-
-def is_training(directory: Path) -> bool:
-    """Return True if the directory names a process that trains in it and lives, as far as this host knows."""
-    with contextlib.suppress(OSError, ValueError):
-        holder = json.loads((directory / _HOLDER).read_text(encoding="utf-8"))
-        return holder.get("host") != socket.gethostname() or psutil.pid_exists(holder["process"])
-    return False
 
 
 def _described(holder: dict[str, Any] | None) -> str:

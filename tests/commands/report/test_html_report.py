@@ -86,27 +86,6 @@ POINT = """
   axis.dispatchEvent(new Event("change"));
   await pause(100);
 """
-#: A reader chooses a step, opens settings and scrolls; then the page loads itself.
-RELOAD = """
-  all("details").forEach((details) => (details.open = details.textContent.includes("settings")));
-  control("all steps").value = "0";
-  control("all steps").onchange();
-  await pause(50);
-  const heading = (page) => all("h2", page).find((one) => one.textContent === "Curves");
-  const curves = (page) => heading(page).getBoundingClientRect().top;
-  page.body.prepend(page.createElement("div"));  // what is above has another height when it is loaded again
-  page.body.firstChild.style.height = "500px";
-  view.scrollBy(0, curves(page) + 40);
-  const before = curves(page), again = loaded(frame);
-  await again;
-  await pause(50);
-  const later = frame.contentDocument;
-  result.is_new = later !== page;
-  result.moved = curves(later) - before;
-  result.scrolled = frame.contentWindow.scrollY;
-  result.step = all("select", later).find((one) => one.textContent.includes("all steps")).value;
-  result.open = all("details[open] > summary", later).map((one) => one.textContent);
-"""
 #: All groups of all steps.
 EVERY_STEP = """
   control("all steps").value = "";
@@ -453,15 +432,6 @@ def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tm
         "No reward was logged twice in 1 step.",
     )
     assert [re.sub(r" \([\d.]+ minutes\)", "", text) for text in said] == list(expected)
-
-
-@with_browser
-def test_a_page_that_loads_itself_again_keeps_its_place(tmp_path):
-    run = save_run(tmp_path / "run", LOGS, {"beta": 0.04}, ROWS)
-    page, _, console = opened(write_report([run], tmp_path / "report.html", reload=1), tmp_path, RELOAD)
-    assert console == "" and page["is_new"]
-    assert (page["step"], page["open"]) == ("0", ["3 settings"])
-    assert page["scrolled"] > 400 and abs(page["moved"]) <= ROUNDING
 
 
 @with_browser

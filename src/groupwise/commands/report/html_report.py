@@ -39,7 +39,6 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     *,
     max_completions: int = 20_000,
-    reload: int = 0,
 ) -> Path:
     """Write a report about the runs in ``directories`` and return its path.
 
@@ -47,27 +46,9 @@ def write_report(
         directories: output directories of runs.
         output: file; default: ``report.html`` in the only directory, or in the working directory.
         max_completions: most completions of all runs in the file, by whole groups, evenly spaced.
-        reload: seconds after which an open page loads the file again, at the same place; 0: never.
 
     Raises:
-        ConfigError: a directory is not that of a run.
-    """
-    target, names = report_path(directories, output, max_completions)
-    runs = dict(zip(names, map(read_run, map(Path, directories)), strict=True))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, report_page(runs, max_completions, reload).encode())
-    return target
-
-
-def report_path(
-    directories: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str] | None = None,
-    max_completions: int = 1,
-) -> tuple[Path, list[str]]:
-    """Return the file and the names of the runs, whose directories need not exist yet.
-
-    Raises:
-        ConfigError: see :func:`write_report`.
+        ConfigError: a directory is not that of a run, or ``output`` is a directory.
     """
     paths = [Path(directory) for directory in directories]
     if not paths or max_completions < 1:
@@ -77,7 +58,10 @@ def report_path(
     target = Path(output or (paths[0] / "report.html" if len(paths) == 1 else "report.html"))
     if target.is_dir():
         raise ConfigError(f"output {str(target)!r} is a directory; write {str(target / 'report.html')!r}")
-    return target, _names(paths)
+    runs = dict(zip(_names(paths), map(read_run, paths), strict=True))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, report_page(runs, max_completions).encode())
+    return target
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -90,13 +74,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
     raise ConfigError(f"two directories are the same: {', '.join(map(str, paths))}")
 
 
-def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000, reload: int = 0) -> str:
+def report_page(runs: Mapping[str, RunFiles], max_completions: int = 20_000) -> str:
     """Return the page of these runs by name."""
     style = _read("uPlot.min.css") + _read("page.css")
     script = _read("uPlot.iife.min.js") + _read("page.js")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
-    content = report_data(runs, max_completions) | {"reload": reload}
-    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    data = json.dumps(report_data(runs, max_completions), ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":  # in strings; an HTML parser or a script could act on them
         data = data.replace(character, f"\\u{ord(character):04x}")
     page = Template(_read("page.html")).substitute(

@@ -90,13 +90,6 @@ def read_run(directory: Path) -> RunFiles:
     return RunFiles(directory, logs, settings, checkpoints, completions)
 
 
-def changes_of(directory: Path) -> list[tuple[str, int, int]]:
-    """Return path, time of the last change and size of a run's logs and completions, not of settings."""
-    names = (METRICS_FILE, _STATE, f"checkpoint-*/{_STATE}", "completions*/completions_*.parquet")
-    files = [(path, path.stat()) for name in names for path in sorted(directory.glob(name))]
-    return [(str(path), stat.st_mtime_ns, stat.st_size) for path, stat in files]
-
-
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}

@@ -10,8 +10,6 @@
   const narrow = innerWidth < 700;
   const colour = (index) => COLOURS[index % COLOURS.length];
   const drawn = []; // one function per chart, which draws it again
-  const plots = () => drawn.map((draw) => draw.plot).filter(Boolean);
-  const kept = {}; // controls whose values a reload restores
   let axis = "step"; // or "minutes"
 
   function el(tag, properties = {}, ...children) {
@@ -141,7 +139,6 @@
         cursor: { y: false, sync: { key: "x", scales: ["x", null] } },
         scales: { x: { time: false }, y: { range: y || ((_, low, high) => vertical(low, high, unit)) } },
         hooks: { ...(under ? { drawClear: [under] } : {}), ...(status ? { setCursor: [status] } : {}) } }, uPlot.join(tables), box);
-      draw.plot = plot;
       let down = 0;
       plot.over.addEventListener("mousedown", (event) => { down = event.clientX; });
       plot.over.addEventListener("click", (event) => {
@@ -277,7 +274,6 @@
       curves.set(JSON.stringify(data.runs.map((run) => points(run, name).y)), name);
     }
     box.querySelector("h3").append(" ", choice);
-    kept.axis = choice;
   }
 
   /** Groups by step and number of right completions. */
@@ -495,9 +491,6 @@
     body.append(el("div", { className: "row" }, step, order, el("details", {}, el("summary", {}, "filter"),
       el("div", { className: "row" }, several ? run : null, mode, words, every)), status), list, more);
     filter();
-    Object.assign(kept, { run, mode, order, words });
-    kept.step = { get value() { return step.value === last ? null : step.value; }, set value(at) { if (at !== null) step.value = at; } };
-    kept.list = { get value() { return [chosen, list.childElementCount]; }, set value([index, count]) { chosen = index; filter(); while (shown < Math.min(count, found.length)) grow(1); } };
   }
 
   function settings() {
@@ -543,32 +536,5 @@
   settings();
   others();
 
-  // A run that is watched: the page loads itself again, and stays at its place.
-
-  const PLACE = `place in ${location.pathname}`;
-  const opened = () => [...page.querySelectorAll("details")];
-  const zoomed = () => plots().some((plot) => plot.scales.x.min > plot.data[0][0] || plot.scales.x.max < plot.data[0][plot.data[0].length - 1]);
-  const busy = () => document.hidden || page.matches(":active") || document.activeElement?.type === "search" || String(getSelection()) || zoomed();
-  function save() {
-    const above = [...page.querySelectorAll("section")].filter((one) => one.getBoundingClientRect().top <= 0).pop();
-    const anchor = above && [above.firstChild.textContent, above.getBoundingClientRect().top];
-    const values = Object.fromEntries(Object.entries(kept).map(([name, control]) => [name, control.value]));
-    const details = opened().filter((one) => one.open).map((one) => one.firstChild.textContent);
-    sessionStorage.setItem(PLACE, JSON.stringify({ values, details, anchor, y: scrollY }));
-  }
-  function restore() {
-    const saved = sessionStorage.getItem(PLACE);
-    if (!saved) return;
-    sessionStorage.removeItem(PLACE);
-    const { values, details, anchor, y } = JSON.parse(saved);
-    for (const [name, control] of Object.entries(kept)) if (name in values) control.value = values[name];
-    kept.axis?.onchange?.();
-    for (const one of opened()) one.open = details.includes(one.firstChild.textContent);
-    history.scrollRestoration = "manual";
-    const above = anchor && [...page.querySelectorAll("section")].find((one) => one.firstChild.textContent === anchor[0]);
-    scrollTo(0, above ? scrollY + above.getBoundingClientRect().top - anchor[1] : y);
-  }
-  restore();
-  if (data.reload) setInterval(() => { if (!busy()) { save(); location.reload(); } }, 1000 * data.reload);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((draw) => draw()));
 })();
