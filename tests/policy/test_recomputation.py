@@ -114,6 +114,18 @@ def test_the_estimate_is_linear_below_what_was_measured_and_quadratic_above():
     assert [(chosen.halve(), chosen.num_kept(100)) for _ in range(3)] == [(True, 1), (True, 0), (False, 0)]
 
 
+def test_a_room_of_zero_is_a_measurement(monkeypatch):
+    monkeypatch.setattr(recomputation, "free_memory", lambda device: 20.0)
+    chosen = SelectiveRecomputation(0.5)
+    chosen._num_layers, chosen._tokens, chosen._bytes = 4, 100, 8.0
+    assert (chosen.halve(), chosen.num_kept(100)) == (False, 0)  # out of memory in the first step
+    chosen.begin(torch.device("cpu"))
+    assert chosen.num_kept(100) == 1  # 0.5 · 20 / 8
+    assert (chosen.halve(), chosen.num_kept(100)) == (True, 0)
+    chosen.begin(torch.device("cpu"))  # the next step
+    assert (chosen.room, chosen.num_kept(100)) == (0.0, 0)
+
+
 def test_a_larger_micro_batch_is_measured():
     chosen, layer = SelectiveRecomputation(0.5), torch.nn.Linear(8, 8)
     chosen._num_layers = 1
@@ -205,3 +217,37 @@ def test_processes_of_a_machine_share_its_memory_within_the_limit_of_the_contain
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shared = recomputation.free_memory(device)
     assert alone > 5.9e12 and shared == pytest.approx(alone / 2, rel=0.02)
+
+
+V1, V2 = ("memory/", "memory.limit_in_bytes", "memory.usage_in_bytes"), ("", "memory.max", "memory.current")
+
+
+@pytest.mark.parametrize(
+    ("groups", "version", "files", "left"),
+    [
+        ("0::/\n", V2, {"": (900, 200)}, 700),
+        ("0::/slurm/job_7/step\n", V2, {"slurm/job_7": (500, 100), "slurm/job_7/step": ("max", 90)}, 400),
+        ("0::/user.slice/a.scope\n", V2, {"user.slice": (800, 700), "user.slice/a.scope": (500, 50)}, 100),
+        ("0::/docker/of_the_host\n", V2, {"": (300, 100)}, 200),
+        ("3:cpu:/\n4:memory:/slurm/job\n0::/\n", V1, {"slurm": (600, 10), "slurm/job": (2**63 - 1, 9)}, 590),
+        ("5:memory,hugetlb:/docker/of_the_host\n", V1, {"": (400, 150)}, 250),
+        ("0::/../outside\n", V2, {}, float("inf")),
+        ("", V2, {"": (400, 150)}, float("inf")),
+    ],
+    ids=["v2", "v2 parent", "v2 tightest", "v2 container", "v1 parent", "v1 container", "outside", "none"],
+)  # fmt: skip
+def test_the_limit_of_a_control_group_or_a_parent_of_it_counts(tmp_path, groups, version, files, left):
+    """Files of control groups of version 1 or 2; ``left`` is limit - use of the group that leaves least."""
+    prefix, *names = version
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for group, values in files.items():
+        folder = tmp_path / "sys/fs/cgroup" / prefix / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in zip(names, values, strict=True):
+            (folder / name).write_text(f"{value}\n")
+    assert recomputation._container_memory(tmp_path) == left
+
+
+def test_without_control_groups_nothing_limits_memory(tmp_path):
+    assert recomputation._container_memory(tmp_path) == float("inf")

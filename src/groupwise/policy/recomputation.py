@@ -35,6 +35,12 @@ from groupwise.records.fast_paths import FastPath
 
 logger = logging.getLogger(__name__)
 
+#: Folder of the control groups that limit memory, and their files of limit and use, by version.
+_MEMORY_FILES = {
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current"),
+}
+
 
 class SelectiveRecomputation:
     """Choice of the layers of each micro-batch whose activations are kept.
@@ -43,18 +49,18 @@ class SelectiveRecomputation:
         fraction: share of the memory left free by the first optimizer step that kept activations may use.
 
     Attributes:
-        room: bytes for the kept activations of a micro-batch; 0 in the first step.
+        room: bytes for the kept activations of a micro-batch; None until the first step has shown them.
     """
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
-        self.room = 0.0
+        self.room: float | None = None
         self._num_layers = 0
         self._tokens, self._bytes = 0, 0.0  # of the largest micro-batch seen, and what one layer keeps of it
 
     def install(self, model: nn.Module) -> None:
         """Wrap the checkpoint function of every layer; gradient checkpointing must be enabled."""
-        self.room, self._tokens, self._bytes = 0.0, 0, 0.0
+        self.room, self._tokens, self._bytes = None, 0, 0.0
         layers = checkpointed_layers(model)
         self._num_layers = len(layers)
         for index, (layer, checkpoint) in enumerate(layers):
@@ -62,7 +68,7 @@ class SelectiveRecomputation:
 
     def begin(self, device: torch.device) -> None:
         """Set the room from the memory that has stayed free so far; call after the first optimizer step."""
-        if not self._num_layers or self.room:
+        if not self._num_layers or self.room is not None:
             return
         free = free_memory(device)
         self.room = self.fraction * free
@@ -75,12 +81,13 @@ class SelectiveRecomputation:
     def halve(self) -> bool:
         """Keep half as many layers after an out-of-memory error; return False if none was kept."""
         num_kept = self.num_kept(self._tokens)
-        self.room = num_kept // 2 * self._bytes  # of the largest micro-batch: a few repetitions reach 0
+        if self.room is not None:
+            self.room = num_kept // 2 * self._bytes  # of the largest micro-batch: a few repetitions reach 0
         return num_kept > 0
 
     def num_kept(self, num_tokens: int) -> int:
         """Return the number of layers that keep activations in a micro-batch of ``num_tokens`` tokens."""
-        if not self._bytes:
+        if not self._bytes or self.room is None:
             return 0
         growth = num_tokens / self._tokens
         # Attention without a fused kernel keeps (tokens, tokens) per head, which may be the larger part.
@@ -171,11 +178,25 @@ def free_memory(device: torch.device) -> float:
     return max(min(psutil.virtual_memory().available, _container_memory()) / processes - used_at_peak, 0.0)
 
 
-def _container_memory() -> float:
-    """Return the bytes that the limit of this process's control group leaves, infinity without one."""
-    group = Path("/sys/fs/cgroup")
+def _container_memory(root: Path = Path("/")) -> float:
+    """Return the bytes that the limits of this process's control group and its parents leave.
+
+    Infinity without a limit. Batch systems and systemd limit a parent. A container that shares the namespace
+    of the host reads the names of the host's groups, and finds its own limit in the topmost folder.
+    """
+    left = [float("inf")]
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no control group, or "max"
-        return float("inf")
-    return float(limit - used)
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no control groups
+        return left[0]
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder, *names = _MEMORY_FILES[1 if controllers else 2]
+        for group in (Path(folder + path), *Path(folder + path).parents):
+            try:
+                limit, used = (int((root / group / name).read_text()) for name in names)
+            except (OSError, ValueError):  # not visible here, or "max"
+                continue
+            left.append(float(limit - used))
+    return min(left)
