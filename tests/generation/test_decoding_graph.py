@@ -9,6 +9,7 @@ import copy
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -150,9 +151,9 @@ def test_nothing_is_kept_after_a_generation():
     assert made and not any(ref() for ref in made) and recorded.graphs is not None
 
 
-def failing(step):
+def failing(step, error=RuntimeError("operation not permitted when stream is capturing")):
     step()
-    raise RuntimeError("operation not permitted when stream is capturing")
+    raise error
 
 
 def stale(step):
@@ -166,6 +167,8 @@ def stale(step):
     "name, capture, reason",
     [
         ("llama", failing, "recording failed with RuntimeError('operation not permitted"),
+        ("llama", partial(failing, error=AssertionError()), "recording failed with AssertionError()"),
+        ("llama", lambda step: None, "recording failed with TypeError"),
         ("llama", stale, "log-probs differ from those of an eager step"),
         ("mistral_sliding", Recording(), "MistralForCausalLM has sliding windows"),
     ],
@@ -182,6 +185,24 @@ def test_what_cannot_be_recorded_is_eager_with_its_reason(name, capture, reason,
     assert sum("not recorded as CUDA graphs" in record.message for record in caplog.records) == 1
     assert completions(recorded) == expected  # without another attempt
     assert sum("not recorded as CUDA graphs" in record.message for record in caplog.records) == 1
+
+
+def test_a_step_that_cannot_be_prepared_is_eager(monkeypatch):
+    """The failure comes between two layers of the cache, one of which is fixed."""
+    model, config = flat("llama"), sampling(max_new_tokens=40, eos_token_id=None)
+    expected = completions(backend(model, config))
+    fix, fixed = GrowingLayer.fix, []
+
+    def fail_at_the_second(layer, position_1):
+        fixed.append(layer)
+        if len(fixed) == 2:
+            raise ValueError("no more memory of this kind")
+        fix(layer, position_1)
+
+    monkeypatch.setattr(GrowingLayer, "fix", fail_at_the_second)
+    recorded = backend(model, config, Recording())
+    assert completions(recorded) == expected and len(fixed) == 2
+    assert "recording failed with ValueError" in recorded.fast_paths(model)[1].reason
 
 
 def test_nan_is_reported():

@@ -155,12 +155,12 @@ class GraphedRows(DecodingRows):
             return
         if length >= layers[0].buffers[0].shape[-2]:  # the next step grows the cache
             return
-        self.step = RecordedStep(self.model, inputs, layers, length)
         try:
+            self.step = RecordedStep(self.model, inputs, layers, length)
             self.step.record(self.graphs.capture)
             logits_RV = self.step.run(self.tokens_RS[:, -1:]).logits[:, -1].float()
             difference = mean_difference(logits_RV, self.logits_RV)
-        except RuntimeError as error:
+        except Exception as error:
             reason = f"recording failed with {shortened(error)}"
         else:
             if difference <= self.tolerance:  # False for NaN
