@@ -221,7 +221,6 @@ def logps_of(run, model, batch):
     ("kind", "settings"),
     [
         ("LoraConfig", {"init_lora_weights": "pissa"}),
-        ("LoraConfig", {"init_lora_weights": "pissa_niter_4"}),
         ("LoraConfig", {"init_lora_weights": "olora"}),
         ("LoraConfig", {"init_lora_weights": False}),
         ("LoHaConfig", {"init_weights": False}),
@@ -384,6 +383,21 @@ def test_a_saved_adapter_of_a_changed_base_is_restored_by_peft(tmp_path, caplog,
     loaded = peft.PeftModel.from_pretrained(policy(), tmp_path).eval()
     ids = torch.tensor([[4, 5, 6]])
     torch.testing.assert_close(loaded(ids).logits, run.model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("by_trainer", [True, False], ids=["peft_config", "PeftModel"])
+def test_an_adapter_whose_start_is_drawn_anew_by_its_reader_is_refused(tmp_path, by_trainer):
+    """Loaded by PEFT onto the same base, the saved adapter gives another policy without any training."""
+    config, ids = lora(init_lora_weights="pissa_niter_1"), torch.tensor([[4, 5, 6]])
+    model = peft.get_peft_model(policy(), config)
+    model.save_pretrained(tmp_path)
+    base = policy()
+    torch.manual_seed(7)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert not torch.allclose(loaded(ids).logits, model(ids).logits)
+    given = {"peft_config": config} if by_trainer else {"model": model}
+    with pytest.raises(ConfigError, match=r"'pissa_niter_1' takes random .*set init_lora_weights='pissa'"):
+        trainer(tmp_path / "run", **given)
 
 
 def test_an_adapter_that_was_trained_on_one_matrix_is_not_fresh(tmp_path):

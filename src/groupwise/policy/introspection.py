@@ -203,7 +203,8 @@ def check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
     """Check the trainer's arguments ``model`` and ``peft_config`` before weights are loaded.
 
     Raises:
-        ConfigError: the model's adapters are not those of a ``PeftModel``, or are for another task.
+        ConfigError: the model's adapters are not those of a ``PeftModel``, are for another task, or give
+            another policy where they are loaded.
     """
     if hasattr(model, "peft_config") and not has_adapter(model):
         base = name_or_path(model.config) or "base"
@@ -218,6 +219,13 @@ def check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
             raise ConfigError(
                 f"the adapter has task_type={task!r}, but a policy is a causal language model; set "
                 "task_type='CAUSAL_LM', or leave it out"
+            )
+        initialization = getattr(one, "init_lora_weights", True)
+        if str(initialization).startswith("pissa_niter_"):
+            raise ConfigError(
+                f"init_lora_weights={initialization!r} takes random factors out of the base weights, others "
+                "when PEFT loads the saved adapter, which then gives another policy; set "
+                "init_lora_weights='pissa', whose factors are always the same"
             )
 
 

@@ -88,8 +88,9 @@ def prepare_policy(
     if any(map(changes_base, adapters_of(policy))):
         logger.warning(
             "attaching the adapter changed the base weights (init_lora_weights), and what is saved is an "
-            "adapter of these: PEFT computes them again when it loads PiSSA or OLoRA onto the same model; "
-            "for other readers, save trainer.model.merge_and_unload()"
+            "adapter of these: PEFT computes them again when it loads PiSSA, OLoRA or LoftQ onto the same "
+            "model, but not CorDA (an error) and LoRA-GA (another policy); for these and for other programs, "
+            "save trainer.model.merge_and_unload()"
         )
     if "PVERA" in kinds:
         raise ConfigError(
