@@ -154,6 +154,22 @@ def test_get_reward_becomes_one_reward_function_per_class():
     assert "environment" not in loop.environments[1].row
 
 
+def test_instances_of_two_classes_are_refused():
+    """Only the first class would be asked for tools and rewards."""
+
+    def defined_anew():
+        class Mine(Silent):
+            pass
+
+        return Mine()
+
+    for factory in (iter([Silent(), Counter()]).__next__, defined_anew):
+        with pytest.raises(
+            ConfigError, match=r"returned a (Counter|Mine), at first a (Silent|Mine); allowed"
+        ):
+            generate_rollouts(EnvironmentPool(factory), [["x"]] * 2, [question("?")] * 2)
+
+
 def test_each_rollout_has_the_tools_of_its_own_environment():
     environments = EnvironmentPool({"count": Counter, "silent": Silent})
     rows = [{**question("?"), "environment": name} for name in ("count", "silent")]

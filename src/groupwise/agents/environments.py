@@ -55,9 +55,21 @@ class EnvironmentType:
         return callable(getattr(self.cls, "get_reward", None))
 
     def create(self) -> Any:
-        """Call the factory; an AgentError if it raises."""
+        """Call the factory.
+
+        Raises:
+            AgentError: the factory raised.
+            ConfigError: it returned an instance of another class than at first.
+        """
         with boundary(AgentError, f"environment_factory of {self.title}"):
-            return self.factory()
+            instance = self.factory()
+        if self.first is not None and type(instance) is not self.cls:
+            raise ConfigError(
+                f"environment_factory of {self.title} returned a {type(instance).__name__}, at first a "
+                f"{self.cls.__name__}; allowed: one class, defined outside of the factory; for several, "
+                "pass a dict of factories by name, and select one in the column 'environment'"
+            )
+        return instance
 
     def tools(self, instance: object) -> list[Tool]:
         """Return the public methods of an instance as tools."""
