@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support.fakes.scripted import CHAT, byte_tokenizer, call
 from support.tool_chats import LOOK, look_call_message
@@ -138,6 +140,67 @@ def test_calls_of_glm_and_lfm(template, text, content, calls):
     assert turn.message["content"] == content
 
 
+ITEM = {"$ref": "#/$defs/Item"}
+TYPES = {
+    "flag": {"type": "boolean"},
+    "count": {"type": "number"},
+    "text": {"type": "string"},
+    "free": {"description": "Anything."},
+    "maybe": {"type": "string", "nullable": True},
+    "either": {"type": ["integer", "string"]},
+    "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "item": {"anyOf": [ITEM, {"type": "null"}]},
+    "names": {"type": "array"},
+}
+PARAMETERS = {"properties": TYPES, "$defs": {"Item": {"type": "object"}}}
+BUY = {"type": "function", "function": {"name": "buy", "parameters": PARAMETERS}}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "of_text", "of_json"),
+    [
+        *[("flag", word, False, False) for word in ("False", "false", "FALSE", " False")],
+        *[("flag", word, True, True) for word in ("True", "true", "TRUE")],
+        *[("flag", word, word, word) for word in ("maybe", "")],
+        *[("days", word, None, None) for word in ("None", "null", "NULL")],
+        ("days", "3", 3, 3),
+        ("count", "2.5", 2.5, 2.5),
+        *[("text", word, word, word) for word in ("False", "3", "null", " x ")],
+        *[("free", word, word, word) for word in ("False", "3")],
+        # A string in JSON that the schema allows is what the policy means.
+        ("maybe", "None", None, "None"),
+        *[("maybe", word, word, word) for word in ("none", "3", "True")],
+        ("either", "3", 3, "3"),
+        ("either", "x", "x", "x"),
+        ("item", "{'a': [True, None]}", {"a": [True, None]}, {"a": [True, None]}),
+        ("item", '{"a": {"b": false}}', {"a": {"b": False}}, {"a": {"b": False}}),
+        ("item", "None", None, None),
+        ("names", "['x', 1]", ["x", 1], ["x", 1]),
+    ],
+)
+def test_arguments_have_the_types_of_the_schema_in_every_format(key, text, of_text, of_json):
+    """Qwen3.5 prints a boolean argument as ``False``: as a text, it is true."""
+    as_json = json.dumps({key: text})
+    tagged = f"<tool_call>buy<arg_key>{key}</arg_key><arg_value>{text}</arg_value></tool_call>"
+    functions = (
+        f"<tool_call>\n<function=buy>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    )
+    found = {
+        "<function=": (functions, of_text),
+        "<arg_key>": (tagged, of_text),
+        "<tool_call>": (f'<tool_call>{{"name": "buy", "arguments": {as_json}}}</tool_call>', of_json),
+        "<|tool_call>": (f'<|tool_call>call:buy{{{key}:<|"|>{text}<|"|>}}<tool_call|>', of_json),
+        "<|channel|>": (f"to=functions.buy<|channel|>commentary json<|message|>{as_json}", of_json),
+        "ipython": (f'{{"name": "buy", "parameters": {as_json}}}', of_json),
+        "<|tool_call_start|>": (f'<|tool_call_start|>[buy({key}="{text}")]<|tool_call_end|>', of_json),
+    }
+    tokenizer = byte_tokenizer()
+    for template, (turn, expected) in found.items():
+        (parsed,) = TurnParser(tokenizer, template)([], tokenizer(turn)["input_ids"], [LOOK, BUY]).tool_calls
+        value = parsed.arguments[key]
+        assert (parsed.error, value, type(value)) == (None, expected, type(expected)), template
+
+
 @pytest.mark.parametrize("text", ["[look(at='it", "[look(at=[1, 2", "[look]", "[look(at='it', 3)]", "look"])
 def test_malformed_calls_of_lfm_have_an_error(text):
     tokenizer = byte_tokenizer()
@@ -195,7 +258,7 @@ MANY = 50_000
 
 
 def matching(marker):
-    return lambda text: tool_calls.TOOL_CALL_FORMATS[marker](text, [])
+    return tool_calls.TOOL_CALL_FORMATS[marker]
 
 
 FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
@@ -222,7 +285,7 @@ FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
             "<function=" * MANY,
             ("<function=" * MANY, []),
         ),
-        (matching("<function="), FUNCTIONS, (FUNCTIONS, [("look", "{}")])),
+        (matching("<function="), FUNCTIONS, (FUNCTIONS, [("look", {})])),
         (
             matching("<|tool_call>"),
             "<|tool_call>call:look{" + "a" * 4 * MANY,
@@ -231,7 +294,7 @@ FUNCTIONS = "<function=look>" + "<parameter=at>" * MANY
         (
             matching("<arg_key>"),
             "<tool_call>look" + "<arg_key>a<arg_value>" * MANY,
-            ("", [("look", '{"a<arg_value>": ""}')]),
+            ("", [("look", {"a<arg_value>": ""})]),
         ),
         (
             matching("<|tool_call_start|>"),

@@ -55,7 +55,8 @@ _NAME = re.compile(r"[\w.-]+")
 _CALL = re.compile(r"[\s,]*([\w.-]{1,200})\(")
 _KEYWORD = re.compile(r"[\s,]*(\w{1,200})\s?=\s?")
 _BARE = re.compile(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:')
-_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
+_TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
 #: Marks of the thoughts of a turn, by a string that chat templates with these marks contain.
 _THOUGHT_MARKS = {
@@ -71,67 +72,43 @@ _THINKING = ("<|channel|>", "<|tool_call_start|>")
 #: Prompt tokens that are searched for an opening mark, with which some templates begin a turn.
 _MARK_TOKENS = 16
 
-#: A call: the tool's name and its arguments as JSON; or None, and a JSON object that has both.
-_Call = tuple[str | None, str]
-
-#: The value of an argument, by tool, argument and text: a string by the tool's schema, else parsed JSON.
-_Convert = Callable[[str, str, str], object]
+#: A call: the tool's name and its arguments, as JSON or one text each; or None, and a JSON object with both.
+_Call = tuple[str | None, str | dict[str, str]]
 
 #: Returns the text before the first call, and the calls.
-_Match = Callable[[str, Sequence[ToolSchema]], tuple[str, list[_Call]]]
+_Match = Callable[[str], tuple[str, list[_Call]]]
 
 
-def _blocks(start: str, end: str, parse: Callable[[str, _Convert], list[_Call]]) -> _Match:
+def _blocks(start: str, end: str, parse: Callable[[str], list[_Call]]) -> _Match:
     """Return a function that finds blocks from ``start`` to ``end``, and the calls in them by ``parse``.
 
     A block without ``end`` extends to the next ``start``, or to the end of the text.
     """
 
-    def match(text: str, schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+    def match(text: str) -> tuple[str, list[_Call]]:
         before, *blocks = text.split(start)
-        convert = _converter(schemas)
-        return before, [call for each in blocks for call in parse(each.partition(end)[0].strip(), convert)]
+        return before, [call for each in blocks for call in parse(each.partition(end)[0].strip())]
 
     return match
 
 
-def _converter(schemas: Sequence[ToolSchema]) -> _Convert:
-    properties = {
-        tool["function"]["name"]: tool["function"].get("parameters", {}).get("properties", {})
-        for tool in schemas
-    }
-
-    def convert(name: str, key: str, value: str) -> object:
-        if properties.get(name, {}).get(key, {}).get("type", "string") == "string":
-            return value
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):  # the tool itself reports the wrong type
-            return value
-
-    return convert
-
-
 #: Matches ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, SmolLM3, Hermes).
-_match_objects = _blocks("<tool_call>", "</tool_call>", lambda block, _convert: [(None, block)])
+_match_objects = _blocks("<tool_call>", "</tool_call>", lambda block: [(None, block)])
 
 
-def _parameter_tags(block: str, convert: _Convert) -> list[_Call]:
+def _parameter_tags(block: str) -> list[_Call]:
     """Parse ``name><parameter=key>value</parameter>...`` (Qwen3.5 and later)."""
     name = _FUNCTION.match(block)
-    if name is None:
-        return []
-    values = {key: convert(name[1], key, value) for key, value in _parameters(block[name.end() :])}
-    return [(name[1], json.dumps(values))]
+    return [] if name is None else [(name[1], dict(_parameters(block[name.end() :])))]
 
 
-def _match_functions(text: str, schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+def _match_functions(text: str) -> tuple[str, list[_Call]]:
     """Match ``<tool_call><function=...></function></tool_call>``; the outer tags may be missing."""
-    _, calls = _blocks("<function=", "</function>", _parameter_tags)(text, schemas)
-    return (text.partition("<tool_call>")[0], calls) if calls else _match_objects(text, schemas)
+    _, calls = _blocks("<function=", "</function>", _parameter_tags)(text)
+    return (text.partition("<tool_call>")[0], calls) if calls else _match_objects(text)
 
 
-def _argument_tags(block: str, convert: _Convert) -> list[_Call]:
+def _argument_tags(block: str) -> list[_Call]:
     """Parse ``name<arg_key>key</arg_key><arg_value>value</arg_value>...`` (GLM-4.5)."""
     name, *parts = block.split("<arg_key>")
     name = name.strip()
@@ -141,11 +118,11 @@ def _argument_tags(block: str, convert: _Convert) -> list[_Call]:
     for part in parts:
         key, _, rest = part.partition("</arg_key>")
         value = rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
-        values[key.strip()] = convert(name, key.strip(), value)
-    return [(name, json.dumps(values))]
+        values[key.strip()] = value
+    return [(name, values)]
 
 
-def _braces(block: str, _convert: _Convert) -> list[_Call]:
+def _braces(block: str) -> list[_Call]:
     """Parse ``call:name{key:<|"|>text<|"|>,other:3}`` (Gemma 4)."""
     name = _NAME.match(block.removeprefix("call:"))
     if name is None or not block.startswith("call:"):
@@ -156,13 +133,13 @@ def _braces(block: str, _convert: _Convert) -> list[_Call]:
     return [(name[0], "".join(parts))]
 
 
-def _match_bare_object(text: str, _schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+def _match_bare_object(text: str) -> tuple[str, list[_Call]]:
     """Match a turn that is one JSON object with ``name`` and ``parameters`` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     return ("", [(None, body)]) if _BARE.match(body) else (text, [])
 
 
-def _match_channels(text: str, _schemas: Sequence[ToolSchema]) -> tuple[str, list[_Call]]:
+def _match_channels(text: str) -> tuple[str, list[_Call]]:
     """Match ``to=functions.name<|channel|>commentary json<|message|>{...}``, in either order (GPT-OSS)."""
     name = re.search(r"to=functions\.([\w.-]+)", text)
     if name is not None:
@@ -171,7 +148,7 @@ def _match_channels(text: str, _schemas: Sequence[ToolSchema]) -> tuple[str, lis
     return (final[2] if final[1] else text), []
 
 
-def _python_calls(block: str, _convert: _Convert) -> list[_Call]:
+def _python_calls(block: str) -> list[_Call]:
     """Parse ``[name(key='text', other=3)]`` (LFM2.5).
 
     Text is between single quotes and not escaped: it ends at a quote before a comma or a parenthesis.
@@ -221,8 +198,14 @@ def _python_value(text: str) -> object:
     text = text.strip()
     if len(text) >= 2 and text[0] in "'\"" and text[-1] == text[0]:
         return text[1:-1]
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
+    return _literal(text)
+
+
+def _literal(text: str) -> object:
+    """Parse JSON or a Python literal, constants also as TRUE or False; the text if it is neither."""
+    for word in (text, text.lower()):
+        if word in _CONSTANTS:
+            return _CONSTANTS[word]
     for parse in (json.loads, ast.literal_eval):
         if text[:1].isalpha():
             break
@@ -233,6 +216,33 @@ def _python_value(text: str) -> object:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return text
+
+
+def _typed(text: str, types: set[str], *, is_text: bool) -> object:
+    """Return the value that an argument's text stands for; the text if it is of none of the schema's types.
+
+    Args:
+        is_text: the format writes all arguments as text, so that a type besides ``string`` is looked for.
+    """
+    if types <= {"string"} or ("string" in types and not is_text):
+        return text
+    value = _literal(text.strip())
+    kind = _TYPES.get(type(value))  # None: a string
+    if "string" in types and kind not in types and not (kind == "integer" and "number" in types):
+        return text
+    return text if kind is None else value  # of a wrong type: the tool reports it
+
+
+def _types(schema: object, definitions: Mapping[str, Any]) -> set[str]:
+    """Return the types that a JSON schema allows; none if it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    types = schema.get("type") or ()
+    own = {types} if isinstance(types, str) else set(types)
+    referred = definitions.get(str(schema.get("$ref")).rpartition("/")[2])
+    choices = (referred, *schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    nullable = {"null"} if schema.get("nullable") else set()  # how transformers describes Optional
+    return own.union(nullable, *(_types(each, definitions) for each in choices))
 
 
 def _parameters(body: str) -> Iterator[tuple[str, str]]:
@@ -342,7 +352,8 @@ class TurnParser:
         parsed = replace_surrogates(parsed)
         if not parsed:
             return self._text_turn(token_ids, [])
-        calls = [_to_tool_call(entry.get("function", entry)) for entry in parsed.get("tool_calls") or []]
+        entries = parsed.get("tool_calls") or []
+        calls = [_to_tool_call(entry.get("function", entry), schemas) for entry in entries]
         content = parsed.get("content") or ""
         if isinstance(content, str):  # some templates leave the end token in it
             content = content.removesuffix(cast(str, self.tokenizer.eos_token or ""))
@@ -358,8 +369,8 @@ class TurnParser:
         if self.match is None:
             return self._text_turn(token_ids, [])
         thoughts, rest = self._split_thoughts(context_ids, text)
-        before, matches = self.match(rest, schemas)
-        calls = [_parse_call(name, body) for name, body in matches]
+        before, matches = self.match(rest)
+        calls = [_parse_call(name, body, schemas) for name, body in matches]
         if any(call.error is not None for call in calls):
             return self._text_turn(token_ids, calls)
         if before == text:  # nothing was split from it: without the special tokens
@@ -373,7 +384,7 @@ class TurnParser:
         opening = self.thought_marks[0]
         context = cast(str, self.tokenizer.decode(list(context_ids[-_MARK_TOKENS:])))
         opened = context.rstrip().endswith(opening.rstrip())
-        if not opened and self.match(text.partition(opening)[0], ())[1]:
+        if not opened and self.match(text.partition(opening)[0])[1]:
             return "", text  # the mark is part of a tool call
         return split_thoughts(text, self.thought_marks, opened=opened)
 
@@ -407,25 +418,32 @@ def _message(content: str, calls: list[ToolCall], parsed: Mapping[str, Any]) -> 
     return message
 
 
-def _parse_call(name: str | None, body: str) -> ToolCall:
+def _parse_call(name: str | None, body: str | dict[str, str], schemas: Sequence[ToolSchema]) -> ToolCall:
     try:
-        value = replace_surrogates(json.loads(body))
+        value = replace_surrogates(json.loads(body) if isinstance(body, str) else body)
     except (ValueError, RecursionError) as problem:
         return ToolCall(name or "unknown", {}, f"the tool call is not valid JSON: {problem}")
-    return _to_tool_call(value if name is None else {"name": name, "arguments": value})
+    call = value if name is None else {"name": name, "arguments": value}
+    return _to_tool_call(call, schemas, is_text=not isinstance(body, str))
 
 
-def _to_tool_call(value: object) -> ToolCall:
+def _to_tool_call(value: object, schemas: Sequence[ToolSchema], *, is_text: bool = False) -> ToolCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(
             "unknown", {}, "the tool call is not an object with the name of a tool and its arguments"
         )
-    arguments = value.get("arguments", value.get("parameters"))
+    name, arguments = value["name"], value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
             arguments = replace_surrogates(json.loads(arguments))
         except (ValueError, RecursionError) as problem:
-            return ToolCall(value["name"], {}, f"the arguments are not valid JSON: {problem}")
+            return ToolCall(name, {}, f"the arguments are not valid JSON: {problem}")
     if arguments is not None and not isinstance(arguments, dict):
-        return ToolCall(value["name"], {}, "the arguments are not an object")
-    return ToolCall(value["name"], arguments or {})
+        return ToolCall(name, {}, "the arguments are not an object")
+    known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in schemas}
+    arguments, schema = arguments or {}, known.get(name, {})
+    for key, each in schema.get("properties", {}).items():
+        if isinstance(arguments.get(key), str):
+            types = _types(each, schema.get("$defs", {}))
+            arguments[key] = _typed(arguments[key], types, is_text=is_text)
+    return ToolCall(name, arguments)
