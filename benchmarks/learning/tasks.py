@@ -87,9 +87,9 @@ def generated(task: str, size: int, *, held_out: bool = False) -> list[Question]
 
 def reasoning_gym(task: str, size: int) -> list[Question]:
     """Return questions of a reasoning-gym task with an integer answer; the package must be installed."""
-    from groupwise.rewards import create_reasoning_gym
+    import reasoning_gym as gym
 
-    entries = create_reasoning_gym(task, size=size, seed=1, **REASONING_GYM[task])
+    entries = gym.create_dataset(task, size=size, seed=1, **REASONING_GYM[task])
     return [Question(entries[i]["question"], str(entries[i]["answer"]), None) for i in range(size)]
 
 

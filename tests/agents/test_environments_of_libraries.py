@@ -1,6 +1,6 @@
-"""Adapters: an OpenEnv server (in a process with openenv), and reasoning-gym (real if installed).
+"""Adapter of an OpenEnv server, in a process with openenv.
 
-Files: ``agents/libraries/openenv.py``, ``agents/libraries/reasoning_gym.py``.
+Files: ``agents/libraries/openenv.py``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 from support.tiny_smollm2 import save_tiny_smollm2
 
-from groupwise.agents import EnvironmentPool
-from groupwise.agents.libraries import openenv_factory, reasoning_gym_factory
+from groupwise.agents.libraries import openenv_factory
 from groupwise.agents.libraries.openenv import observation_text
 from groupwise.errors import ConfigError
 
@@ -82,34 +79,3 @@ def test_observations_are_converted_to_text() -> None:
     assert observation_text({"text": "a", "metadata": {"b": 1}, "reward": None}) == "a"
     assert json.loads(observation_text({"grid": [1, 2], "moves": 3})) == {"grid": [1, 2], "moves": 3}
     assert observation_text("plain") == "plain"
-
-
-class Tasks(list):
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        return 1.0 if answer == entry["answer"] else 0.25
-
-
-def test_reasoning_gym_tasks() -> None:
-    tasks = Tasks([{"question": "1+1?", "answer": "2"}, {"question": "2+2?", "answer": "4"}])
-    environments = EnvironmentPool(reasoning_gym_factory(tasks))
-    tokenizer = byte_tokenizer()
-    scripts = [
-        [call("submit", answer="3"), call("submit", answer="2"), "ok"],
-        [call("submit", answer="5"), "hm"],
-    ]
-    rows = [{**question(""), "seed": seed} for seed in (2, 3)]
-    rollout = agents(tokenizer, (), environments).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
-    assert rollout.prompts[1][0]["content"].startswith("2+2?")
-    assert environments.reward_funcs()[0](**rollout.extra) == [1.0, 0.25]
-    with pytest.raises(ConfigError, match="list has no score_answer"):
-        reasoning_gym_factory([])
-
-
-def test_real_reasoning_gym_tasks() -> None:
-    pytest.importorskip("reasoning_gym")
-    from groupwise.rewards import create_reasoning_gym
-
-    tasks = create_reasoning_gym("basic_arithmetic", size=3, seed=1)
-    environment = reasoning_gym_factory(tasks)()
-    assert tasks[1]["question"] in environment.reset(seed=1)
-    assert environment.submit(tasks[1]["answer"]) == "correct" and environment.get_reward() == 1.0

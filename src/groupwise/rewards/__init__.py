@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     )
     from groupwise.rewards.distillation import get_distillation_reward
     from groupwise.rewards.process import ProcessRewardModel
-    from groupwise.rewards.reasoning_gym import (
-        create_reasoning_gym,
-        get_reasoning_gym_reward,
-        reasoning_gym_dataset,
-    )
     from groupwise.rewards.runtime.marking import per_sample_reward
     from groupwise.rewards.shaping import (
         get_repetition_penalty_reward,
@@ -30,7 +25,6 @@ _MODULES = {
     "accuracy": ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward"),
     "distillation": ("get_distillation_reward",),
     "process": ("ProcessRewardModel",),
-    "reasoning_gym": ("create_reasoning_gym", "get_reasoning_gym_reward", "reasoning_gym_dataset"),
     "runtime.marking": ("per_sample_reward",),
     "shaping": ("get_repetition_penalty_reward", "get_soft_overlong_punishment", "think_format_reward"),
 }
@@ -38,15 +32,12 @@ _MODULES = {
 __all__ = [
     "ProcessRewardModel",
     "accuracy_reward",
-    "create_reasoning_gym",
     "get_cosine_scaled_reward",
     "get_distillation_reward",
-    "get_reasoning_gym_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
     "per_sample_reward",
     "reasoning_accuracy_reward",
-    "reasoning_gym_dataset",
     "think_format_reward",
 ]
 

@@ -44,7 +44,7 @@ EXTRAS = {
     "kernels": ("kernels",),
     "deepspeed": ("deepspeed",),
     "liger": ("liger_kernel",),
-    "rewards": ("math_verify", "latex2sympy2_extended", "reasoning_gym"),
+    "rewards": ("math_verify", "latex2sympy2_extended"),
     "verifiers": ("verifiers",),
     "openenv": ("openenv",),
     "capture": ("openenv",),

