@@ -24,11 +24,10 @@ from support.runs import WORDS, count_reward, policy, tokenizer, trainer
 from support.serialization import reloaded
 from transformers import TrainerCallback
 
-from groupwise import Completion, GRPOTrainer, register_aggregation
+from groupwise import Completion, GRPOTrainer
 from groupwise.data.dynamic_sampling import (
     DynamicBatch,
     LeftoverGroups,
-    has_variance,
     round_size,
 )
 from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
@@ -40,55 +39,6 @@ NAN = math.nan
 
 def group_rewards(rows, size, weights=(1.0,), **given):
     return GroupRewards(torch.tensor(rows), torch.tensor(weights), size, **given)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "varies"),
-    [
-        ([0.0, 1.0, 0.0], True),
-        ([0.1, 0.1, 0.1], False),
-        ([-2.0, -2.0, -2.5], True),
-        ([NAN, NAN, NAN], False),
-        ([1.0, NAN, NAN], False),  # a single reward cannot vary
-        ([1.0, NAN, 1.0], False),
-        ([1.0, NAN, 2.0], True),
-        ([0.3, 0.30000006, 0.3], False),  # two float32 roundings of 3e-8 are no difference
-        ([1e-3, 1.1e-3, 1e-3], True),
-    ],
-)
-def test_groups_with_reward_variance(rewards, varies):
-    rows = [[reward] for reward in [0.0, 0.0, 1.0, *rewards]]
-    assert has_variance(group_rewards(rows, 3)) == [True, varies]
-
-
-def test_rewards_that_cancel_have_variance_only_when_normalized_first():
-    rewards = group_rewards([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]], 2, (1.0, 1.0))
-    assert has_variance(rewards) == [False, False]
-    assert has_variance(rewards, "normalize_then_sum") == [True, False]
-    one = group_rewards([[1.0, 0.0], [0.0, 0.0]], 2, (0.0, 1.0))
-    assert has_variance(one, "normalize_then_sum") == [True]
-
-
-def test_variance_is_that_of_the_registered_aggregation():
-    register_aggregation("worst", lambda rewards_NF, weights_F, num_generations: rewards_NF.amin(-1))
-    rewards = group_rewards([[1.0, 0.0], [0.0, 5.0], [1.0, 0.0], [1.0, 2.0]], 2, (1.0, 1.0))
-    assert has_variance(rewards, "worst") == [False, True]
-
-
-def test_weights_of_zero_do_not_make_a_difference():
-    assert has_variance(group_rewards([[1.0, 0.0], [1.0, 1.0]], 2, (1.0, 0.0))) == [False]
-
-
-def test_rewards_of_steps_count():
-    steps = {0: [[(1, 0.5)], [(2, 0.5)], [(1, 0.5), (3, 0.0)], []]}
-    assert has_variance(group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=4)) == [False, True]
-
-
-def test_a_difference_of_outcome_or_step_rewards_is_enough():
-    steps = {0: [[(1, 0.5)], [(2, 0.5)], [(1, 0.5)], [(1, 1.0)]]}
-    rows = [[NAN, 0.0], [NAN, 1.0], [NAN, 2.0], [NAN, 2.0]]
-    rewards = group_rewards(rows, 2, (1.0, 1.0), step_rewards=steps)
-    assert has_variance(rewards) == [True, True]
 
 
 def sampling_config(num_prompts, size, max_rounds=10, **ranks):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.fakes.mixin_hosts import Ranks, host
 
-from groupwise.core.advantages import AdvantageSettings, nan_std, normalized_advantages
+from groupwise.core.advantages import AdvantageSettings, normalized_advantages
 from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
@@ -261,12 +261,16 @@ def test_reward_metrics():
     assert reward_metrics(empty, ["none"]) == {}
 
 
-def test_rounding_of_equal_rewards_is_no_spread():
+def test_equal_rewards_have_no_spread():
     equal, spread = [0.06] * 5, [0.06] * 4 + [0.060001]
     table = torch.tensor([*equal, *spread])[:, None]
-    assert nan_std(table[:5], 0) > 0  # 5 · 0.06 / 5 is not 0.06 in float32
     found = values(reward_metrics(GroupRewards(table, torch.tensor([1.0]), 5), ["one"]))
     assert found["frac_reward_zero_std"] == 0.5
+    found = values(reward_metrics(GroupRewards(table[:5], torch.tensor([1.0]), 5), ["one"]))
+    assert (found["reward_std"], found["rewards/one/std"]) == (
+        0.0,
+        0.0,
+    )  # 5 · 0.06 / 5 ≠ 0.06 in float32
 
 
 def test_rewards_that_float32_cannot_tell_apart_are_found(caplog, other_rank):

@@ -114,9 +114,8 @@ MIXINS = [
         ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()"),
         ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)"),
         ("constant_P = scored_P & ", "constant_P = "),
-        (" & ~rewards.steps_vary()", ""),
-        ("< 1e-8", "== 0"),
-        ("< 1e-8", "< 1e-4"),
+        (" & ~has_variance(rewards, aggregation)", ""),
+        ("has_variance(rewards, aggregation)", "has_variance(sums, aggregation)"),
     ),
     *_of(
         "advantage",

@@ -12,7 +12,7 @@ import torch
 from support.oracles.oracle_advantages import advantages, process_advantages
 
 from groupwise.core import advantages as core
-from groupwise.core.advantages import ADVANTAGES, AdvantageSettings
+from groupwise.core.advantages import ADVANTAGES, AdvantageSettings, has_variance, register_aggregation
 from groupwise.records.rollout import GroupRewards
 
 SCALES = ["group", "batch", "none"]
@@ -37,6 +37,128 @@ def rewards_table(functions: int, missing: float) -> list[list[float | None]]:
 def to_core(rows, weights, size) -> GroupRewards:
     table = torch.tensor([[math.nan if r is None else r for r in row] for row in rows], dtype=torch.float64)
     return GroupRewards(table, torch.tensor(weights, dtype=torch.float64), size)
+
+
+def in_float32(rows, weights=(1.0,), size=None, **given) -> GroupRewards:
+    """Return rewards as a run has them: float32, columns contiguous."""
+    table = torch.tensor(rows, dtype=torch.float64).float().T.contiguous().T
+    return GroupRewards(table, torch.tensor(weights), size or len(rows), **given)
+
+
+#: Groups of equal rewards: rows of one group, weights. Their float32 means and sums are not their values.
+EQUAL = {
+    **{f"{value} in {size}": ([[value]] * size, (1.0,)) for value in (0.35, 0.1, 0.7) for size in (3, 6, 7)},
+    "1000.3 in 7": ([[1000.3]] * 7, (1.0,)),
+    "-1000.3 in 7": ([[-1000.3]] * 7, (0.3,)),
+    "missing": ([[0.35], [math.nan], [0.35], [0.35], [math.nan], [0.35], [0.35]], (1.0,)),
+    "one of a function missing": ([[0.35, 0.1], [math.nan, 0.1]] * 3 + [[0.35, 0.1]], (0.0, 1.0)),
+    "alone": ([[0.35], [math.nan], [math.nan]], (1.0,)),
+    "several functions": ([[0.35, 1000.3]] * 7, (0.1, 0.3)),
+    "five functions": ([[0.89, 0.34, 0.61, 0.07, 0.53]] * 37, (0.77, 0.13, 0.29, 0.58, 0.91)),
+    "equal sums": ([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [1.0, 0.0, 0.0]], (0.9, 0.6, 0.3)),  # 0.6 + 0.3 = 0.9
+    "sums that cancel": ([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [2.0, 2.0, 2.0]], (0.6, 0.3, -0.9)),
+    "a weight of zero": ([[0.35, 1.0], [0.35, 2.0], [0.35, 5.0]], (1.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("kind", [*KINDS, "maxrl"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_have_no_advantage(name, kind, scale):
+    """A gradient of 1e-9 is a step of full size for AdamW."""
+    rows, weights = EQUAL[name]
+    if kind == "maxrl" and rows[0][0] < 0:
+        return
+    other = [[float(i) * (j + 1) for j in range(len(weights))] for i in range(len(rows))]
+    rewards = in_float32([*rows, *other], weights, len(rows))
+    assert has_variance(rewards).tolist() == [False, True]
+    if kind == "maxrl" and min(weights) < 0:
+        return
+    got = ADVANTAGES[kind](rewards, AdvantageSettings(scale)).view(2, -1)
+    assert not got[0].any() and got[1].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in EQUAL if "sums" not in name])
+def test_equal_rewards_have_no_advantage_if_each_function_is_normalized(name, kind):
+    rows, weights = EQUAL[name]
+    other = [[float(i % 3) + i * i * j for j in range(len(weights))] for i in range(len(rows))]
+    other[0][-1] = math.nan  # so that the float32 mean of the batch is not 0
+    rewards = in_float32([*rows, *other], weights, len(rows))
+    assert has_variance(rewards, "normalize_then_sum").tolist() == [False, True]
+    got = ADVANTAGES[kind](rewards, AdvantageSettings("group", "normalize_then_sum")).view(2, -1)
+    assert not got[0].any() and got[1].any()
+
+
+def test_a_function_of_equal_rewards_adds_nothing_to_the_others():
+    """GDPO with 1000.3 for all of a group beside 0, 1, 2: the advantages of the second function alone."""
+    settings = AdvantageSettings("group", "normalize_then_sum")
+    values = [0.0, 1.0, 2.0, 0.5, 1.5, 0.0, 3.0]
+    both = ADVANTAGES["group_mean"](in_float32([[1000.3, v] for v in values], (1.0, 1.0)), settings)
+    alone = ADVANTAGES["group_mean"](in_float32([[v] for v in values]), settings)
+    assert torch.equal(both, alone)
+
+
+def test_equal_step_rewards_have_no_advantage():
+    equal = [[(0, 0.1), (2, 0.1)], [(1, 0.1)], [(1, 0.1)], [], [(0, 0.1)], [(2, 0.1)], [(2, 0.1)]]
+    other = [[(0, float(i)), (2, 0.35)] for i in range(7)]
+    assert not core.process_advantages(equal, 7, 3)[:7].any()
+    rewards = in_float32(
+        [[0.35, math.nan]] * 14, (1.0, 2.0), 7, step_rewards={1: equal + other}, num_tokens=3
+    )
+    assert has_variance(rewards).tolist() == [False, True]
+    got = ADVANTAGES["group_mean"](rewards, AdvantageSettings())
+    assert not got[:7].any() and got[7:].any()
+    without = replace(rewards, weights_F=torch.tensor([1.0, 0.0]))
+    assert not has_variance(without).any()
+    assert not ADVANTAGES["group_mean"](without, AdvantageSettings()).any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "varies"),
+    [
+        ([0.0, 1.0, 0.0], True),
+        ([0.1, 0.1, 0.1], False),
+        ([-2.0, -2.0, -2.5], True),
+        ([math.nan, math.nan, math.nan], False),
+        ([1.0, math.nan, math.nan], False),  # a single reward cannot vary
+        ([1.0, math.nan, 1.0], False),
+        ([1.0, math.nan, 2.0], True),
+        ([1e6, 1e6 + 0.5, 1e6], True),  # float32 has both
+        ([1e-3, 1.1e-3, 1e-3], True),
+        ([0.0, 1e-9, 0.0], True),
+    ],
+)
+def test_groups_with_variance(rewards, varies):
+    table = in_float32([[reward] for reward in [0.0, 0.0, 1.0, *rewards]], size=3)
+    assert has_variance(table).tolist() == [True, varies]
+    assert ADVANTAGES["group_mean"](table, AdvantageSettings()).view(2, 3).any(-1).tolist() == [True, varies]
+
+
+def test_sums_that_are_equal_or_become_equal_when_normalized_have_no_variance():
+    rows = [[1.0, 0.0], [0.0, 1.0], [0.35, 0.1], [0.1, 0.35], [2.0, 0.0], [0.0, 1.0]]
+    equal = in_float32(rows, (1.0, 1.0), 2)
+    assert has_variance(equal).tolist() == [False, False, True]
+    # ±0.7070 and ∓0.7070; in the third group, 1 / (√2 + 1e-4) and -0.5 / (√½ + 1e-4) differ by 5e-5
+    assert has_variance(equal, "normalize_then_sum").tolist() == [False, False, True]
+    weighted = in_float32(rows, (1.0, 2.0), 2)
+    assert has_variance(weighted).tolist() == [True, True, False]
+    assert has_variance(weighted, "normalize_then_sum").all()
+
+
+def test_variance_is_that_of_the_registered_aggregation():
+    register_aggregation("least", lambda rewards_NF, weights_F, num_generations: rewards_NF.amin(-1))
+    rewards = in_float32([[1.0, 0.0], [0.0, 5.0], [1.0, 0.0], [1.0, 2.0]], (1.0, 1.0), 2)
+    assert has_variance(rewards, "least").tolist() == [False, True]
+
+
+def test_a_difference_of_outcome_or_step_rewards_is_enough():
+    steps = {0: [[(1, 0.5)], [(2, 0.5)], [(1, 0.5)], [(1, 1.0)], [(1, 0.5), (3, 0.0)], []]}
+    rows = [[math.nan, value] for value in (0.0, 1.0, 2.0, 2.0, 2.0, 2.0)]
+    rewards = in_float32(rows, (1.0, 1.0), 2, step_rewards=steps, num_tokens=4)
+    assert has_variance(rewards).tolist() == [True, True, True]
+    equal = in_float32(rows[4:], (1.0, 1.0), 2, step_rewards={0: steps[0][:2]}, num_tokens=4)
+    assert has_variance(equal).tolist() == [False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -273,6 +273,20 @@ def test_a_window_of_outcome_and_token_wise_advantages_trains_on_every_token(tmp
     assert torch.equal(run(TokenWise, sampler=True), outcome)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_equal_rewards_move_no_weight(tmp_path, skip):
+    def equal(completion_ids, **_):  # the float32 mean of the seven is 1000.2999
+        return [1000.3] * len(completion_ids)
+
+    run = trainer(
+        tmp_path, equal, per_device_train_batch_size=7, num_generations=7, skip_zero_advantage=skip
+    )  # AdamW: a gradient of any size is a step of the learning rate
+    run.train()
+    assert torch.equal(weights(run), torch.cat([p.detach().flatten() for p in policy().parameters()]))
+    assert [log["frac_reward_zero_std"] for log in run.state.log_history if "loss" in log] == [1.0, 1.0]
+    assert [log["reward_std"] for log in run.state.log_history if "loss" in log] == [0.0, 0.0]
+
+
 def test_a_column_of_advantages_is_one_for_each_completion(tmp_path):
     class Column(GRPOTrainer):
         def compute_advantages(self, rewards):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 #: Added to a standard deviation before division.
 STD_EPSILON = 1e-4  # equal rewards give 0 instead of 0 / 0
+_ROUNDING = 1e-6  # of the terms of a sum in float32, which has 7 digits
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,21 @@ class AdvantageSettings:
 Baseline = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _above_lowest(values: torch.Tensor, dim: int, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Subtract the lowest value along ``dim``, ignoring NaN; differences up to ``rounding`` become 0.
+
+    Equal values give zeros, whose mean is exactly 0. The float32 mean of seven times 1000.3 is 1000.2999, and
+    AdamW would make a step of full size out of the difference.
+    """
+    above = values - values.masked_fill(values.isnan(), torch.inf).amin(dim, keepdim=True)
+    return above.masked_fill(above <= rounding, 0.0)
+
+
 def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unbiased standard deviation that ignores NaN and keeps ``dim``; 0 for fewer than two values."""
+    """Unbiased standard deviation that ignores NaN and keeps ``dim``; exactly 0 for equal values."""
     present = ~values.isnan()
     count = present.sum(dim, keepdim=True)  # 1 in place of dim
+    values = _above_lowest(values, dim)
     # NaN adds nothing to the sum of squares.
     centred = torch.where(present, values - values.nanmean(dim, keepdim=True), 0.0)
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
@@ -117,6 +129,43 @@ def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -
     return total_N
 
 
+def _compared(
+    rewards: GroupRewards, aggregation: str, baseline: Baseline
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Aggregate the rewards, normalized first if the aggregation says so, and compare them in their group.
+
+    Returns:
+        totals (P, G), and their differences from the lowest of their group (P, G): all 0 where the rewards of
+        a group are equal. Sums of several functions are equal within 1e-6 of their terms.
+    """
+    rule, values_NF, size = AGGREGATIONS[aggregation], rewards.rewards_NF, rewards.num_generations
+    num_functions = values_NF.shape[1]
+    if rule.normalize_first:
+        scaled_FPG = _above_lowest(values_NF.T.reshape(num_functions, -1, size), -1)  # (N, F) -> (F, P, G)
+        scaled_FPG = (scaled_FPG - baseline(scaled_FPG)) / (nan_std(scaled_FPG, -1) + STD_EPSILON)
+        values_NF = scaled_FPG.flatten(1).T
+        total_N = _combine(values_NF, rewards, aggregation)
+    else:
+        total_N = total_rewards(rewards, aggregation)
+    total_PG = total_N.reshape(-1, size)
+    if num_functions == 1:
+        return total_PG, _above_lowest(total_PG, -1)
+    # 0.6 + 0.3 - 0.9 is 6e-8 in float32, and the order of a sum may differ between rows.
+    terms_NF = values_NF * rewards.weights_F if rule.combine is weighted_sum else total_N.unsqueeze(1)
+    scale_P1 = terms_NF.abs().nansum(-1).reshape(-1, size).amax(-1, keepdim=True)  # (N, F) -> (N,) -> (P, 1)
+    return total_PG, _above_lowest(total_PG, -1, _ROUNDING * scale_P1)
+
+
+def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> torch.Tensor:
+    """Return for each group whether its rewards differ (P,); without, its advantages are exactly 0.
+
+    Missing rewards are ignored. A difference between step rewards is enough. With ``normalize_first``, the
+    sums of normalized rewards must differ.
+    """
+    _, above_PG = _compared(rewards, aggregation, group_mean)
+    return (above_PG > 0).any(-1) | rewards.steps_vary().to(above_PG.device)
+
+
 def with_small_groups(dropped_N: torch.Tensor, num_generations: int) -> torch.Tensor:
     """Extend dropped completions (N,) by the last one of a group: a single reward has no baseline.
 
@@ -154,26 +203,18 @@ def normalized_advantages(
         (N,), or (N, T) when there are step rewards.
     """
     size = rewards.num_generations
-    if AGGREGATIONS[settings.aggregation].normalize_first:
-        # (F, P, G)
-        rewards_FPG = rewards.rewards_NF.T.reshape(-1, rewards.rewards_NF.shape[0] // size, size)
-        scaled_FPG = torch.stack(
-            [(r_PG - baseline(r_PG)) / (nan_std(r_PG, -1) + STD_EPSILON) for r_PG in rewards_FPG]
-        )
-        # (N,), of normalized rewards.
-        total_N = _combine(scaled_FPG.reshape(len(scaled_FPG), -1).T, rewards, settings.aggregation)
-        # Whitened over all N.
-        advantages_N = (total_N - total_N.nanmean()) / (nan_std(total_N, 0) + STD_EPSILON)
+    # (P, G), NaN where there is none.
+    total_PG, above_PG = _compared(rewards, settings.aggregation, baseline)
+    if AGGREGATIONS[settings.aggregation].normalize_first:  # whitened over all N
+        centred_PG = (total_PG - total_PG.nanmean()) / (nan_std(total_PG.flatten(), 0) + STD_EPSILON)
+        centred_PG = centred_PG.where((above_PG > 0).any(-1, keepdim=True), 0.0)  # 0 - 1e-9 otherwise
     else:
-        # (P, G), NaN where there is none.
-        rewards_PG = total_rewards(rewards, settings.aggregation).reshape(-1, size)
-        centred_PG = rewards_PG - baseline(rewards_PG)  # group_mean (P, 1), leave_one_out (P, G)
+        centred_PG = above_PG - baseline(above_PG)  # group_mean (P, 1), leave_one_out (P, G)
         if settings.scale == "group":  # (r - r̄) / (std + ε), DeepSeekMath section 4.1.2
-            centred_PG = centred_PG / (nan_std(rewards_PG, -1) + STD_EPSILON)
+            centred_PG = centred_PG / (nan_std(above_PG, -1) + STD_EPSILON)
         elif settings.scale == "batch":  # one divisor for all groups, so that their gradients compare
-            centred_PG = centred_PG / (nan_std(rewards_PG.reshape(-1), 0) + STD_EPSILON)
-        advantages_N = centred_PG.reshape(-1)
-    advantages_N = advantages_N.nan_to_num(nan=0.0)  # without a reward there is no gradient
+            centred_PG = centred_PG / (nan_std(total_PG.flatten(), 0) + STD_EPSILON)
+    advantages_N = centred_PG.reshape(-1).nan_to_num(nan=0.0)  # without a reward there is no gradient
     if not rewards.step_rewards:
         return advantages_N
     return advantages_N.unsqueeze(1) + sum(  # (N, 1) + (N, T)
@@ -206,7 +247,7 @@ def process_advantages(
         group = step_rewards[start : start + num_generations]
         # All steps of the group.
         values = torch.tensor([reward for steps in group for _, reward in steps], dtype=torch.float64)
-        if not len(values):  # no completion of this group has a step
+        if len(values.unique()) < 2:  # no step, or equal ones
             continue
         divisor = nan_std(values, 0).item() + STD_EPSILON if scale else 1.0  # one for the group
         for row, steps in enumerate(group, start):

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from groupwise.core.advantages import AdvantageSettings, group_mean, register_advantage, total_rewards
+from groupwise.core.advantages import (
+    AdvantageSettings,
+    group_mean,
+    has_variance,
+    register_advantage,
+    total_rewards,
+)
 from groupwise.core.objectives import cispo_metrics, register_objective
 from groupwise.core.ratios import sequence_log_ratio
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, cispo, clipped
@@ -106,7 +112,8 @@ def maxrl(rewards: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     if rewards.step_rewards or bool((rewards_PG < 0).any()):
         raise ValueError("advantage_baseline='maxrl' needs one non-negative reward per completion")
     mean_P1 = group_mean(rewards_PG)  # share of passes for binary rewards
-    return ((rewards_PG - mean_P1) / mean_P1).nan_to_num(nan=0.0).reshape(-1)  # 0 / 0: no completion passed
+    advantages_PG = ((rewards_PG - mean_P1) / mean_P1).nan_to_num(nan=0.0)  # 0 / 0: no completion passed
+    return (advantages_PG * has_variance(rewards, settings.aggregation)[:, None]).reshape(-1)
 
 
 register_normalizer("prompt_mean", prompt_mean, needs_group_tokens=True)

@@ -14,22 +14,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from accelerate.utils import gather_object
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import AGGREGATIONS, total_rewards
+from groupwise.core.advantages import has_variance
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
 from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
-from groupwise.records.rollout import GroupRewards
 from groupwise.records.serialization import host_copy
 
 logger = logging.getLogger(__name__)
-
-#: A reward range below this share of the largest reward is rounding.
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ class DynamicBatch:
             rewards: rewards of all ranks; whole groups.
         """
         self._rounds.append((rollouts, rewards))
-        variance_P = has_variance(rewards, self.config.multi_objective_aggregation)
+        variance_P = has_variance(rewards, self.config.multi_objective_aggregation).tolist()
         for group, varies in enumerate(variance_P):
             groups = self._with_variance if varies else self._without_variance
             groups.append((len(self._rounds) - 1, group))
@@ -256,27 +251,6 @@ def round_size(num_unfilled: int, share_with_variance: float, config: GRPOConfig
     most = config.prompts_per_batch
     expected = math.ceil(max(num_unfilled, 1) / max(share_with_variance, 1 / most))
     return min(-(-expected // unit) * unit, most)
-
-
-def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> list[bool]:
-    """Return for each group whether its rewards differ; missing rewards are ignored.
-
-    Args:
-        aggregation: the aggregated reward must differ; with one that normalises each function first, a
-            difference in the rewards of any single function is enough.
-    """
-    size = rewards.num_generations
-    if AGGREGATIONS[aggregation].normalize_first:
-        values_FN = rewards.rewards_NF.T
-    else:
-        values_FN = total_rewards(rewards, aggregation).unsqueeze(0)
-    values_FPG = values_FN.reshape(len(values_FN), -1, size)
-    present_FPG = ~values_FPG.isnan()
-    high_FP = values_FPG.masked_fill(~present_FPG, -torch.inf).amax(-1)
-    low_FP = values_FPG.masked_fill(~present_FPG, torch.inf).amin(-1)
-    scale_FP = torch.maximum(high_FP.abs(), low_FP.abs())
-    varies_P = (present_FPG.any(-1) & (high_FP - low_FP > _ROUNDING * scale_FP)).any(0)
-    return (varies_P.cpu() | rewards.steps_vary()).tolist()
 
 
 def _without_environments(rollouts: RolloutBatch) -> RolloutBatch:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import nan_std, total_rewards, with_small_groups
+from groupwise.core.advantages import has_variance, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import RewardError, TrainingError, warn_once
@@ -307,7 +307,7 @@ def reward_metrics(
     if scored:
         scored_P = ~total_PG.isnan().all(-1)
         # No advantage, and no gradient of the policy loss: what dynamic_sampling would replace.
-        constant_P = scored_P & (nan_std(total_PG, -1).squeeze(-1) < 1e-8) & ~rewards.steps_vary()
+        constant_P = scored_P & ~has_variance(rewards, aggregation)
         metrics["reward"] = Mean(total_PG.nansum().item(), scored)
         metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)
         metrics["frac_reward_zero_std"] = Mean(constant_P.sum().item(), scored_P.sum().item())

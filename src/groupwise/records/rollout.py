@@ -267,10 +267,11 @@ class GroupRewards:
         return replace(self, rewards_NF=rewards_NF, step_rewards={})
 
     def steps_vary(self) -> torch.Tensor:
-        """Return which groups have step rewards that differ (P,)."""
+        """Return which groups have step rewards that differ (P,); functions of weight 0 do not count."""
         size = self.num_generations
         varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)  # (P,), P = N / G
-        for steps_N in self.step_rewards.values():
+        weighted = [steps_N for column, steps_N in self.step_rewards.items() if self.weights_F[column] != 0]
+        for steps_N in weighted:
             for group in range(len(varies_P)):
                 rows = steps_N[group * size : (group + 1) * size]  # the G completions of one prompt
                 # With one value, all steps of the group are equally good.
