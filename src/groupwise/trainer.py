@@ -298,7 +298,6 @@ class GRPOTrainer(
         """
         # The mark contains it, and sampling draws from it; Trainer would restore it only after this hook.
         self._load_rng_state(self.pending_rng_checkpoint)
-        self.prompts.begin_window(num_batches, self.buffer.num_left)  # a sampler may depend on rewards
         self.step_state.begin_step()  # a failure, and a checkpoint before the update, return to this state
         self.window = AccumulationWindow.to_be_made(num_batches)
         return [self.window] * num_batches, None

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from support.runs import prompts, trainer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from groupwise import ConfigError, GRPOTrainer
+from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.data.loaders import GenerationBatches
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankSlice
-from groupwise.data.sampler import GroupSampler
+from groupwise.data.sampler import FirstRepeats, GroupSampler, PromptSampler
 from groupwise.data.streaming import LoaderPrompts
+from groupwise.trl_hooks.state import InputsBuffer
 
 ONE = RankSlice(num_generations=1)
 
@@ -137,15 +138,23 @@ class Rows:
 
 
 def dataset_prompts(rows, rank=0, world_size=1, make_sampler=None, **given):
-    settings = {"prompts_per_batch": 3, "repeats": 4, **given}
-    return DatasetPrompts(
-        rows, make_sampler or (lambda: group_sampler(rows)), RankSlice(2, rank, world_size), **settings
-    )
+    make = (lambda: repeated(make_sampler(), given)) if make_sampler else lambda: prompt_sampler(rows)
+    return DatasetPrompts(rows, make, RankSlice(2, rank, world_size), prompts_per_batch=3, **given)
+
+
+def repeated(sampler, given):
+    return FirstRepeats(sampler, **BATCHES, drop_last=given.get("drop_last", True))
+
+
+BATCHES = {"num_generations": 2, "prompts_per_batch": 3, "repeats": 4}
+
+
+def prompt_sampler(rows):
+    return PromptSampler(rows, GRPOConfig(use_cpu=True, report_to="none", seed=5))
 
 
 def group_sampler(rows, **given):
-    options = {"num_generations": 2, "prompts_per_batch": 3, "repeats": 4, "shuffle": True, "seed": 5}
-    return GroupSampler(rows, **options, **given)
+    return GroupSampler(prompt_sampler(rows), **BATCHES, **given)
 
 
 class Rotating(Sampler):
@@ -183,8 +192,9 @@ def test_the_first_repeat_of_a_sampler_counts_and_each_iteration_is_an_epoch():
         assert len(indices) == len(sampler) == 72  # 9 prompts, 2 generations, 4 repeats
         expected += [index for start in range(0, 72, 24) for index in indices[start : start + 6]]
     assert expected[:18] != expected[18:]
-    source = dataset_prompts(rows)
-    assert [row["row"] for _ in range(6) for row in source.take(3)] == expected
+    for make_sampler in (None, lambda: group_sampler(rows)):
+        source = dataset_prompts(rows, make_sampler=make_sampler)
+        assert [row["row"] for _ in range(6) for row in source.take(3)] == expected
 
 
 def test_a_sampler_with_epochs_is_set_to_each():
@@ -278,6 +288,13 @@ def test_a_batch_of_another_size_has_rows_that_a_worker_left_to_another_rank():
     assert workers.dataset.read
 
 
+def read_as_trl(source, window, left=0):
+    """Begin a window as ``groupwise.trl_hooks`` does; batches of 3 prompts, 2 generations and 4 repeats."""
+    batches = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_iterations": 2}
+    config = GRPOConfig(use_cpu=True, report_to="none", num_generations=2, **batches)
+    InputsBuffer(rows_end=left).read_prompts(source, window, config)
+
+
 @pytest.mark.parametrize(
     ("window", "left", "batches"),
     [
@@ -298,25 +315,23 @@ def test_a_sampler_is_read_one_micro_batch_further_than_the_window(window, left,
     read = []
     source = dataset_prompts(Rows(12), make_sampler=lambda: Noting(12))
     source.take(3)  # the present generation
-    source.begin_window(window, left)
+    read_as_trl(source, window, left)
     assert len(read) - 1 == batches
     assert [row["row"] for row in source.take(9)[::2]] == list(range(3, 12))
 
 
-@pytest.mark.parametrize(("prefetch_factor", "batches"), [(None, 2), (4, 3)])
-def test_a_worker_is_ahead_by_micro_batches(prefetch_factor, batches):
-    """A window of 4 and the next micro-batch, and 2 or 4 that the worker reads: 7 or 9 of 4 per batch."""
-
+@pytest.mark.parametrize(("prefetch_factor", "batches"), [(None, 2), (3, 3)])
+def test_a_worker_is_ahead_by_generation_batches(prefetch_factor, batches):
     class Noting(Rotating):
         def read_batch(self):
             read.append(1)
 
     read = []
     source = dataset_prompts(
-        Rows(12), make_sampler=lambda: Noting(12), num_workers=1, prefetch_factor=prefetch_factor
+        Rows(18), make_sampler=lambda: Noting(18), num_workers=1, prefetch_factor=prefetch_factor
     )
-    source.begin_window(4, 0)
-    assert len(read) == batches
+    source.take(3)
+    assert len(read) == 1 + batches
 
 
 def test_every_iteration_of_the_train_dataloader_is_an_epoch():
@@ -333,7 +348,7 @@ def test_an_epoch_is_not_read_before_its_first_window():
     epochs = []
     source = dataset_prompts(Rows(6), make_sampler=lambda: Noting(6))
     for expected in ([0], [0], [0, 1]):
-        source.begin_window(4, 0)
+        read_as_trl(source, window=4)
         assert epochs == expected
         source.take(3)
         source.snapshot()
@@ -354,7 +369,7 @@ def test_a_sampler_of_a_subclass_decides_the_order(tmp_path):
     class Backwards(GRPOTrainer):
         def _get_train_sampler(self, train_dataset=None):
             sampler = super()._get_train_sampler(train_dataset)
-            sampler.prompt_order = lambda: list(range(len(self.train_dataset)))[::-1]
+            sampler.prompts = range(len(self.train_dataset))[::-1]
             return sampler
 
     trainer(tmp_path, reward, kind=Backwards, max_steps=3).train()
@@ -389,6 +404,33 @@ def test_a_loader_of_a_subclass_cannot_sample_dynamically(tmp_path):
 
     with pytest.raises(ConfigError, match="override _get_train_sampler instead"):
         trainer(tmp_path, kind=OwnLoader, dynamic_sampling=True)
+
+
+def test_a_sampler_that_follows_rewards_is_read_after_them(tmp_path):
+    rewarded, read = [], []
+
+    class Curriculum(Sampler):
+        def __len__(self):
+            return 48
+
+        def __iter__(self):
+            for start in range(0, 6, 3):
+                read.append(len(rewarded))
+                for _ in range(4):
+                    yield from [index for index in range(start, start + 3) for _ in range(2)]
+
+    def reward(completion_ids, **_):
+        rewarded.append(1)
+        return [float(len(ids)) for ids in completion_ids]
+
+    class Trainer(GRPOTrainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return Curriculum()
+
+    batches = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_iterations": 2}
+    batches |= {"num_generations": 2, "gradient_accumulation_steps": 4}
+    trainer(tmp_path, reward, kind=Trainer, max_steps=3, **batches).train()
+    assert read == [0, 1, 2]
 
 
 def test_a_failed_step_loses_no_prompt(tmp_path):

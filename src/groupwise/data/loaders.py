@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -23,7 +23,14 @@ from groupwise.data.dataset_checks import (
 from groupwise.data.evaluation import EvaluationStream
 from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource
-from groupwise.data.sampler import GroupSampler, as_rows, checked_eval_sampler, data_seed
+from groupwise.data.sampler import (
+    FirstRepeats,
+    GroupSampler,
+    PromptSampler,
+    as_rows,
+    checked_eval_sampler,
+    data_seed,
+)
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import context_length, text_config
@@ -71,7 +78,6 @@ class GenerationBatches(Dataset[Row]):
         self.epoch += 1
         rows: list[Row] = []
         for number in range(self.count):
-            self.source.begin_window(1, -number % self.repeats)
             if number % self.repeats == 0:
                 rows = self.source.take(self.num_prompts)
                 self.source.snapshot()
@@ -98,18 +104,19 @@ class TrainerData:
     is_streaming = staticmethod(is_streaming)
     checked_eval_sampler = staticmethod(checked_eval_sampler)
 
-    def group_sampler(self, dataset: Any) -> Sampler[int]:
-        """Build the sampler of an indexed dataset: prompts in random order, or in the dataset's order."""
+    def group_sampler(self, dataset: Any) -> GroupSampler:
+        """Build the sampler of an indexed dataset in TRL's order, for subclasses: the run reads prompts."""
+        return GroupSampler(PromptSampler(dataset, self.config), **self._batches())
+
+    def _batches(self) -> dict[str, Any]:
+        """Return the arguments that describe a generation batch in TRL's order."""
         config = self.config
-        return GroupSampler(
-            dataset,
-            num_generations=config.num_generations,
-            prompts_per_batch=config.prompts_per_batch,
-            repeats=config.micro_batches_per_generation,
-            shuffle=config.shuffle_dataset,
-            seed=data_seed(config),
-            drop_last=not config.dynamic_sampling,
-        )
+        return {
+            "num_generations": config.num_generations,
+            "prompts_per_batch": config.prompts_per_batch,
+            "repeats": config.micro_batches_per_generation,
+            "drop_last": not config.dynamic_sampling,
+        }
 
     def evaluation_rows(self, dataset: Any, name: str) -> Dataset[Row] | EvaluationStream:
         """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
@@ -181,14 +188,14 @@ class TrainerData:
     def prompt_source(
         self,
         train_dataset: Any,
-        make_sampler: Callable[[], Sampler[int]],
+        make_sampler: Callable[[], Any],
         make_loader: Callable[[], Iterable[Any]] | None = None,
     ) -> PromptSource:
         """Build the source of training prompts at its beginning.
 
         Args:
             train_dataset: of the trainer, now.
-            make_sampler: returns the order of an indexed dataset.
+            make_sampler: returns the sampler of an indexed dataset, which a subclass may have made.
             make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
 
         Raises:
@@ -202,7 +209,6 @@ class TrainerData:
                 "build a trainer with the other dataset and model=trainer.model"
             )
         share = RankSlice(config.num_generations, config.process_index, config.world_size)
-        repeats = config.micro_batches_per_generation
         if make_loader is not None:
             if config.dynamic_sampling:
                 raise ConfigError(
@@ -212,7 +218,7 @@ class TrainerData:
                 )
             from groupwise.data.streaming import LoaderPrompts
 
-            return LoaderPrompts(make_loader, share, repeats=repeats)
+            return LoaderPrompts(make_loader, share, repeats=config.micro_batches_per_generation)
         if is_streaming(self.rows):
             from groupwise.data.streaming import StreamPrompts
 
@@ -224,12 +230,17 @@ class TrainerData:
                 seed=data_seed(config),
                 num_workers=config.dataloader_num_workers,
             )
+
+        def make_prompt_sampler() -> Any:
+            sampler = make_sampler()
+            own = type(sampler) is GroupSampler
+            return sampler.prompts if own else FirstRepeats(sampler, **self._batches())
+
         return DatasetPrompts(
             self.rows,
-            make_sampler,
+            make_prompt_sampler,
             share,
             prompts_per_batch=config.prompts_per_batch,
-            repeats=repeats,
             drop_last=not config.dynamic_sampling,
             num_workers=config.dataloader_num_workers,
             prefetch_factor=config.dataloader_prefetch_factor,

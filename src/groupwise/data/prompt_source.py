@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -63,13 +63,11 @@ class PromptSource:
         for batch in range(first, first + num_batches):
             yield self._rows(self._ahead(batch * num_prompts, (batch + 1) * num_prompts))
 
-    def begin_window(self, num_micro_batches: int, num_left: int) -> None:
-        """Read what an accumulation window needs; only a sampler has to be read before the first ``take``.
-
-        Args:
-            num_micro_batches: of the window.
-            num_left: micro-batches that are left of the present generation.
-        """
+    def read_ahead(self, count: int, *, same_epoch: bool = False) -> None:
+        """Read until ``count`` prompts are ahead of the position, or with ``same_epoch`` its epoch ends."""
+        missing = count - (len(self._kept) - self._num_taken)
+        if missing > 0:
+            self._kept.extend(self._read_in_epoch(missing) if same_epoch else self._read(missing))
 
     def snapshot(self) -> dict[str, int]:
         """Return the position; prompts that were read later are kept until the next snapshot."""
@@ -88,7 +86,7 @@ class PromptSource:
         if (epoch, index) != self._kept_from:
             self.seek(epoch)
             for _ in range(index):
-                self._read_ahead(1)
+                self.read_ahead(1)
                 (found, _), _ = self._kept.popleft()
                 if found != epoch:
                     raise ConfigError(
@@ -107,22 +105,12 @@ class PromptSource:
 
     _last_length = 0  # prompts of the epoch that was read last
 
-    @property
-    def _num_ahead(self) -> int:
-        """Prompts that were read and not taken."""
-        return len(self._kept) - self._num_taken
-
     def _ahead(self, start: int, stop: int) -> list[Any]:
         """Return the prompts from ``start`` to ``stop``, counted from the cursor."""
-        self._read_ahead(stop)
+        self.read_ahead(stop)
         kept = list(islice(self._kept, self._num_taken + start, self._num_taken + stop))
         self.last = kept[-1][0]
         return [prompt for _, prompt in kept]
-
-    def _read_ahead(self, count: int) -> None:
-        """Read until ``count`` prompts are ahead of the cursor."""
-        if count > self._num_ahead:
-            self._kept.extend(self._read(count - self._num_ahead))
 
     def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
         read: list[tuple[tuple[int, int], Any]] = []
@@ -166,17 +154,13 @@ class PromptSource:
 class DatasetPrompts(PromptSource):
     """Prompts of an indexed dataset in the order of a sampler; a rank reads the rows of its completions only.
 
-    The sampler yields indices in the order of TRL's repeat sampler: the indices of a generation batch, each G
-    times in a row, repeated once per micro-batch that is trained on it. The first repeat counts.
-
     Args:
-        make_sampler: returns a sampler. One with ``set_epoch`` is set to each epoch; of any other, every
-            iteration is the next epoch.
+        make_sampler: returns a sampler of the indices of the prompts. One with ``set_epoch`` is set to each
+            epoch; of any other, every iteration is the next epoch.
         prompts_per_batch: P of a generation batch.
-        repeats: micro-batches that are trained on a generation batch.
         drop_last: drop the incomplete last generation batch of an epoch.
         num_workers: processes that read rows ahead; 0 reads them when they are taken.
-        prefetch_factor: micro-batches that each worker is ahead, as in TRL's loader.
+        prefetch_factor: generation batches that each worker is ahead.
     """
 
     def __init__(
@@ -186,34 +170,17 @@ class DatasetPrompts(PromptSource):
         share: RankSlice,
         *,
         prompts_per_batch: int,
-        repeats: int,
         drop_last: bool = True,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
     ) -> None:
         super().__init__(self._read_epoch, share)
         self.dataset, self.make_sampler = dataset, make_sampler
-        self.prompts_per_batch, self.repeats, self.drop_last = prompts_per_batch, repeats, drop_last
+        self.prompts_per_batch, self.drop_last = prompts_per_batch, drop_last
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
         self._sampler: Any = None  # made when it is read: a subclass may keep the newest that it made
         self._next_epoch = 0  # of a sampler without set_epoch
         self._resumed_at = (0, 0)
-
-    def begin_window(self, num_micro_batches: int, num_left: int) -> None:
-        """Read the sampler when TRL reads it, because its order may depend on rewards.
-
-        TRL's loader takes the micro-batches of the window at its beginning and reads one more, in the same
-        epoch. It reads a generation batch with the first of its micro-batches.
-
-        Example: a window is a generation (4 of 4): the next one is read too. A window is half of one (2 of
-        4): the first half reads nothing more, the second the next generation.
-        """
-        missing = num_micro_batches - num_left  # below 0: the generation lasts beyond this window
-        num_batches = -(-missing // self.repeats)
-        self._read_ahead(num_batches * self.prompts_per_batch)
-        if missing % self.repeats == 0:
-            count = (num_batches + 1) * self.prompts_per_batch - self._num_ahead
-            self._kept.extend(self._read_in_epoch(max(count, 0)))
 
     def restore(self, snapshot: dict[str, int]) -> None:
         """Return to a position; no rows are read before it."""
@@ -222,7 +189,7 @@ class DatasetPrompts(PromptSource):
 
     def _read_epoch(self, epoch: int) -> Iterator[tuple[int, Row | None]]:
         """Return the prompts of an epoch: index, and the row if a worker reads it."""
-        batches = self._micro_batches(epoch)
+        batches = self._generation_batches(epoch)
         if self.num_workers == 0:
             return ((index, None) for batch in batches for index, _ in batch)
         loader = DataLoader(
@@ -235,54 +202,30 @@ class DatasetPrompts(PromptSource):
         )
         return chain.from_iterable(loader)
 
-    def _micro_batches(self, epoch: int) -> Iterator[list[tuple[int, bool]]]:
-        """Yield the indices of each generation batch, True for those that this rank reads, then its repeats.
-
-        Repeats are empty. Without them workers would read the sampler further ahead than TRL's.
-        """
-        place = 0
-        for batch in self._generation_batches(epoch):
+    def _generation_batches(self, epoch: int) -> Iterator[list[tuple[int, bool]]]:
+        """Yield the indices of each generation batch, True for those whose row this rank reads."""
+        indices, place = iter(self._sampler_of(epoch)), 0
+        while batch := list(islice(indices, self.prompts_per_batch)):
+            if self.drop_last and len(batch) < self.prompts_per_batch:
+                return
             own = self.share.prompts(len(batch))
             yield [
                 (index, number in own and (epoch, place + number) >= self._resumed_at)
                 for number, index in enumerate(batch)
             ]
-            yield from repeat([], self.repeats - 1)
             place += len(batch)
 
-    def _generation_batches(self, epoch: int) -> Iterator[list[int]]:
+    def _sampler_of(self, epoch: int) -> Any:
+        """Return the sampler, whose next iteration is the epoch."""
         if self._sampler is None or epoch < self._next_epoch:
             self._sampler, self._next_epoch = self.make_sampler(), 0
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         else:
             for _ in range(self._next_epoch, epoch):  # random samplers draw each epoch from one generator
-                deque(self._iterate_sampler(), maxlen=0)
+                deque(self._sampler, maxlen=0)
             self._next_epoch = epoch + 1
-        return self._iterate_sampler()
-
-    def _iterate_sampler(self) -> Iterator[list[int]]:
-        """Yield the prompts of each generation batch, read as late as possible."""
-        size = self.prompts_per_batch * self.share.num_generations
-        indices = iter(self._sampler)
-        for _ in range(len(self._sampler) // (size * self.repeats)):
-            yield self._prompts_of(list(islice(indices, size)))
-            deque(islice(indices, size * (self.repeats - 1)), maxlen=0)
-        rest = list(islice(indices, size * self.repeats))  # to the end of the sampler, if it has one
-        if rest and not self.drop_last:
-            yield self._prompts_of(rest[: len(rest) // self.repeats])
-
-    def _prompts_of(self, indices: list[int]) -> list[int]:
-        """Return every prompt of a generation batch once."""
-        size = self.share.num_generations
-        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
-        if any(len(set(group)) > 1 or len(group) < size for group in groups) or not groups:
-            raise ConfigError(
-                f"the train sampler {type(self._sampler).__name__} does not yield groups: it must yield "
-                f"the indices of a generation batch, each num_generations={size} times in a row, and "
-                f"repeat the batch {self.repeats} times (steps_per_generation · num_iterations)"
-            )
-        return [group[0] for group in groups]
+        return self._sampler
 
     def _read_rows(self, prompts: Sequence[tuple[int, Row | None]]) -> list[Row]:
         return [self.dataset[index] if row is None else row for index, row in prompts]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,14 +15,33 @@ from groupwise.errors import ConfigError
 from groupwise.records import Row, copied
 
 
+class PromptSampler(Sampler[int]):
+    """Every prompt once: in the dataset's order, or shuffled.
+
+    Every iteration is an epoch, whose permutation is drawn from a generator of the sampler's own, as TRL's.
+    """
+
+    def __init__(self, source: Sized, config: GRPOConfig) -> None:
+        self.num_prompts, self.shuffle = len(source), config.shuffle_dataset
+        self.generator = torch.Generator().manual_seed(data_seed(config))
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.num_prompts))
+        return iter(torch.randperm(self.num_prompts, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return self.num_prompts
+
+
 class GroupSampler(Sampler[int]):
-    """Indices of the rows of each generation batch, in the order of TRL's repeat sampler.
+    """Indices of completions in the order of TRL's repeat sampler, for subclasses that change the order.
 
     A generation batch has ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and is
-    repeated ``repeats`` times, once per micro-batch that is trained on it. Every iteration is an epoch: it
-    draws the next order from a generator of the sampler's own.
+    repeated ``repeats`` times, once per micro-batch that is trained on it. Every iteration is an epoch.
 
     Args:
+        prompts: order of the prompts, which a subclass may replace.
         drop_last: drop an incomplete last generation batch.
 
     Example: prompts 0 and 1, G = 2, one prompt per batch, 2 repeats: ``0 0 0 0 1 1 1 1``.
@@ -28,31 +49,19 @@ class GroupSampler(Sampler[int]):
 
     def __init__(
         self,
-        source: Sized,
+        prompts: Any,
         *,
         num_generations: int,
         prompts_per_batch: int,
         repeats: int,
-        shuffle: bool,
-        seed: int,
         drop_last: bool = True,
     ) -> None:
-        left_over = len(source) % prompts_per_batch if drop_last else 0
-        self.num_prompts, self.num_yielded = len(source), len(source) - left_over
-        self.num_generations = num_generations
-        self.prompts_per_batch = prompts_per_batch
-        self.repeats = repeats
-        self.shuffle = shuffle
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def prompt_order(self) -> list[int]:
-        """Return every prompt once, in the order of the next epoch."""
-        if not self.shuffle:
-            return list(range(self.num_prompts))
-        return torch.randperm(self.num_prompts, generator=self.generator).tolist()
+        self.num_yielded = len(prompts) - (len(prompts) % prompts_per_batch if drop_last else 0)
+        self.prompts, self.num_generations = prompts, num_generations
+        self.prompts_per_batch, self.repeats = prompts_per_batch, repeats
 
     def __iter__(self) -> Iterator[int]:
-        order = self.prompt_order()[: self.num_yielded]
+        order = list(self.prompts)[: self.num_yielded]
         for start in range(0, len(order), self.prompts_per_batch):
             for _ in range(self.repeats):
                 for index in order[start : start + self.prompts_per_batch]:
@@ -60,6 +69,47 @@ class GroupSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_yielded * self.num_generations * self.repeats
+
+
+class FirstRepeats(Sampler[int]):
+    """Prompts of a sampler in TRL's order (:class:`GroupSampler`): each prompt of a generation batch once.
+
+    Args:
+        sampler: of a subclass; its indices are read when their generation batch is.
+        drop_last: drop an incomplete last generation batch.
+
+    Raises:
+        ConfigError: while it is iterated, if the indices of a generation batch are not groups.
+    """
+
+    def __init__(
+        self, sampler: Any, *, num_generations: int, prompts_per_batch: int, repeats: int, drop_last: bool
+    ) -> None:
+        self.sampler, self.num_generations, self.repeats = sampler, num_generations, repeats
+        self.num_rows, self.drop_last = prompts_per_batch * num_generations, drop_last
+        if hasattr(sampler, "set_epoch"):
+            self.set_epoch = sampler.set_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        indices, size = iter(self.sampler), self.num_rows
+        for _ in range(len(self.sampler) // (size * self.repeats)):
+            yield from self._prompts_of(list(islice(indices, size)))
+            deque(islice(indices, size * (self.repeats - 1)), maxlen=0)
+        rest = list(islice(indices, size * self.repeats))  # to the end of the sampler, if it has one
+        if rest and not self.drop_last:
+            yield from self._prompts_of(rest[: len(rest) // self.repeats])
+
+    def _prompts_of(self, indices: list[int]) -> list[int]:
+        """Return every prompt of a generation batch once."""
+        size = self.num_generations
+        groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+        if any(len(set(group)) > 1 or len(group) < size for group in groups) or not groups:
+            raise ConfigError(
+                f"the train sampler {type(self.sampler).__name__} does not yield groups: it must yield "
+                f"the indices of a generation batch, each num_generations={size} times in a row, and "
+                f"repeat the batch {self.repeats} times (steps_per_generation · num_iterations)"
+            )
+        return [group[0] for group in groups]
 
 
 def data_seed(config: GRPOConfig) -> int:

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import Mean, Reduction, Sum, attach_metrics, detach_metrics, merge_metrics
-from groupwise.data.prompt_source import PromptSource
+from groupwise.data.prompt_source import DatasetPrompts, PromptSource
 from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.records.serialization import NotSaved
@@ -71,6 +71,24 @@ class InputsBuffer:
     def current(self) -> Inputs:
         """Entry of the next micro-batch, the object itself: changes of a hook last for the next iteration."""
         return self.entries[(self.step - self.filled_at) % len(self.entries)]
+
+    def read_prompts(self, prompts: PromptSource, num_micro_batches: int, config: GRPOConfig) -> None:
+        """Read the sampler when TRL reads it at the beginning of a window: its order may depend on rewards.
+
+        TRL's loader takes the micro-batches of the window and reads one more, in the same epoch. It reads a
+        generation batch with the first of its micro-batches.
+
+        Example: a window is a generation (4 of 4): the next one is read too. A window is half of one (2 of
+        4): the first half reads nothing more, the second the next generation.
+        """
+        if not isinstance(prompts, DatasetPrompts):
+            return
+        uses, num_prompts = config.micro_batches_per_generation, config.prompts_per_batch
+        missing = num_micro_batches - self.num_left  # below 0: the generation lasts beyond this window
+        num_batches = -(-missing // uses)
+        prompts.read_ahead(num_batches * num_prompts)
+        if missing % uses == 0:
+            prompts.read_ahead((num_batches + 1) * num_prompts, same_epoch=True)
 
     def next_rows(self, prompts: PromptSource, num_prompts: int, uses: int) -> list[Row]:
         """Return the rows of the next micro-batch: those of its whole generation batch, B of this rank.

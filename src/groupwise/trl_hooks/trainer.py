@@ -178,6 +178,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         Returns:
             per micro-batch the rows of its whole generation batch, B of this rank, as from TRL's loader.
         """
+        self.buffer.read_prompts(self.prompts, num_batches, self.args)  # a sampler may depend on rewards
         super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.rollback_on_failure():
             entries = [
