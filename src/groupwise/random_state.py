@@ -116,18 +116,6 @@ class DrawnFrom(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def seeded_from(generator: torch.Generator) -> Iterator[None]:
-    """Context manager in which torch's global generators have a seed that is drawn from ``generator``.
-
-    For code that samples in threads of its own.
-    """
-    seed = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-    with preserved_state():
-        torch.manual_seed(seed.item())
-        yield
-
-
 def get_state() -> tuple[Any, ...]:
     """Return the state of this process's Python, NumPy and torch generators, as a checkpoint can hold it."""
     kind, key, *others = np.random.get_state()

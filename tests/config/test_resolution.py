@@ -106,7 +106,6 @@ def test_values_from_generation_kwargs_are_checked_too(build):
         ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", 2.0),
         ("wandb_log_unique_prompts", "log_unique_prompts", True),
         ("use_liger_loss", "use_liger_kernel", False),
-        ("use_transformers_paged", "use_transformers_continuous_batching", True),
     ],
 )
 def test_old_names_move_to_the_new(build, old, new, value):
@@ -125,7 +124,6 @@ def test_old_names_move_to_the_new(build, old, new, value):
     ("old", "new", "value", "reason"),
     [
         ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", -1.0, "is out of range"),
-        ("use_transformers_paged", "use_transformers_continuous_batching", 1, "is of type int"),
     ],
 )
 def test_old_names_are_judged_as_the_new(build, old, new, value, reason):

@@ -35,8 +35,6 @@ EXAMPLES: dict[str, object] = {
     "top_k": -2,
     "min_p": -0.1,
     "repetition_penalty": 0.0,
-    "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {"max_batch_tokens": 256},
     "ds3_gather_for_generation": False,
     "vllm_mode": "colocated",
     "vllm_model_impl": "hf",
@@ -109,7 +107,6 @@ EXAMPLES: dict[str, object] = {
 }
 #: Other settings with which a requirement is not met, by setting and text of the requirement.
 VIOLATED_BY: dict[tuple[str, str], dict[str, object]] = {
-    ("use_transformers_continuous_batching", "use_vllm=False"): {"use_vllm": True},
     ("ds3_gather_for_generation", "use_vllm=False"): {"use_vllm": True},
     ("vllm_tensor_parallel_size", "a divisor of the number of processes"): {"use_vllm": True},
     ("vllm_importance_sampling_mode", "a clip_max or a clip_min to truncate to"): {

@@ -75,6 +75,15 @@ def test_relations_are_checked_once_every_value_is_valid(build):
             "include_num_input_tokens_seen='all' is ignored: the metric",
         ),
         ({"log_unique_prompts": True}, "log_unique_prompts=True has no effect unless log_completions=True"),
+        (
+            {
+                "use_transformers_continuous_batching": True,
+                "transformers_continuous_batching_config": {"max_batch_tokens": 256},
+            },
+            "use_transformers_continuous_batching=True, transformers_continuous_batching_config="
+            "{'max_batch_tokens': 256} is ignored: without vLLM, groupwise's own decoding loop samples",
+        ),
+        ({"use_transformers_paged": True}, "use_transformers_paged=True is ignored: without vLLM"),
     ],
 )
 def test_settings_without_effect_are_warned_of_once(build, caplog, kwargs, warned):

@@ -58,14 +58,3 @@ def test_sampling_computes_in_the_dtype_of_training(name, adapter, weights, tmp_
     assert seen >= {(True, torch.bfloat16), (False, torch.bfloat16)}
     assert {dtype for sampled, dtype in seen if sampled} == {torch.bfloat16}
     assert not adapter or "forward" not in vars(base_model(trainer.model))  # that of the class again
-
-
-def test_continuous_batching_has_keys_and_values_of_one_dtype(tmp_path):
-    given = {"use_transformers_continuous_batching": True, "bf16": True}
-    with pytest.raises(ConfigError, match=r"model_init_kwargs=\{'dtype': 'bfloat16'\}"):
-        runs.trainer(tmp_path, **given)
-    settings = {"page_size": 16, "num_blocks": 32, "max_batch_tokens": 32}
-    given |= {"transformers_continuous_batching_config": settings, "max_steps": 1}
-    trainer = runs.trainer(tmp_path, model=runs.policy().bfloat16(), **given)
-    trainer.train()
-    assert trainer.state.log_history[0]["completions/mean_length"] > 0

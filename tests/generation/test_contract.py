@@ -28,13 +28,8 @@ from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 from groupwise.records.images import ImageInputs
 
-BATCHING = {"page_size": 16, "num_blocks": 32, "max_batch_tokens": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
     "transformers": {},
-    "continuous": {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": BATCHING,
-    },
     "server": {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 5.0},
     "colocate": {"use_vllm": True, "vllm_engine_kwargs": engine_runs.ENGINE},
     "fake": {},
@@ -46,7 +41,7 @@ VLLM = pytest.param(
         pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
     ],
 )
-NAMES = ["transformers", "continuous", "server", VLLM, "fake"]
+NAMES = ["transformers", "server", VLLM, "fake"]
 PROMPTS = [[4, 5, 6]] * 8 + [[9]] * 8
 
 

@@ -10,7 +10,6 @@ from support.truncation import kept_by_top_p
 from test_decoding import PROMPTS, by_generate, by_groups, settings, tiny
 
 from groupwise.generation import truncation
-from groupwise.generation.continuous_batching import ContinuousBatchingBackend
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.generation.truncation import make_recorder
 from groupwise.records import SamplingOptions
@@ -139,7 +138,6 @@ def test_the_length_limit_of_a_row_ends_its_kept_tokens():
 
 
 def test_backends_say_if_they_report_kept_tokens():
-    assert not ContinuousBatchingBackend.reports_sampling_mask(None, {})
     model = tiny("llama")
     backend = TransformersBackend(lambda: model, settings(**SAMPLED, top_k=3))
     assert backend.reports_sampling_mask({})

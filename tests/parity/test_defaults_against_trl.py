@@ -34,7 +34,7 @@ pytestmark = pytest.mark.parity
 MIGRATING = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 #: Fields that are resolved when our configuration is built, TRL's when the trainer is.
-RESOLVED: dict[str, object] = {"epsilon_high": 0.2, "num_generations_eval": 8, "use_transformers_paged": None}
+RESOLVED: dict[str, object] = {"epsilon_high": 0.2, "num_generations_eval": 8}
 
 
 def defaults(config_class: type) -> dict[str, object]:

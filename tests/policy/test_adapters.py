@@ -68,11 +68,6 @@ def test_an_adapter_of_virtual_tokens_trains_in_the_padded_layout(tmp_path, kind
     assert start and all((trained[name] != start[name]).any() for name in start)
     with pytest.raises(ConfigError, match="its adapter adds virtual tokens to every prompt"):
         trainer(tmp_path, peft_config=adapter, sequence_layout="packed", gradient_checkpointing=checkpointing)
-    with pytest.raises(ConfigError, match=r"sample without the virtual tokens|needs transformers>=5\.8"):
-        trainer(
-            tmp_path, peft_config=adapter, use_transformers_continuous_batching=True,
-            gradient_checkpointing=checkpointing,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])

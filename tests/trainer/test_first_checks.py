@@ -275,14 +275,8 @@ def test_a_reward_model_needs_its_own_tokenizer_before_the_policy_is_loaded(tmp_
 
 
 def test_stop_strings_are_refused_before_the_model_is_loaded(tmp_path):
-    for given in ({}, {"use_transformers_continuous_batching": True}):
-        with pytest.raises(ConfigError, match=r"'stop_strings': \['w3'\].*eos_token_id.*'stop': "):
-            trainer(
-                tmp_path,
-                model="a-model/that-is-not-there",
-                generation_kwargs={"stop_strings": ["w3"]},
-                **given,
-            )
+    with pytest.raises(ConfigError, match=r"'stop_strings': \['w3'\].*eos_token_id.*'stop': "):
+        trainer(tmp_path, model="a-model/that-is-not-there", generation_kwargs={"stop_strings": ["w3"]})
 
 
 def test_a_loss_or_model_without_gradient_says_where_it_was_lost(tmp_path):

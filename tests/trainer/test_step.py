@@ -121,13 +121,10 @@ def test_settings_of_the_models_generation_config_apply_if_the_run_sets_them(tmp
     assert not seen & {5, 6} and seen & set(range(7, 20))
 
 
-@pytest.mark.parametrize("continuous", [False, True])
-def test_generation_kwargs_that_generate_would_ignore_are_refused(tmp_path, continuous):
+def test_generation_kwargs_that_generate_would_ignore_are_refused(tmp_path):
     message = r"generation_kwargs\['temprature'\] is unknown to transformers; nearest valid: 'temperature'"
     with pytest.raises(ConfigError, match=message):
-        trainer(
-            tmp_path, generation_kwargs={"temprature": 0.5}, use_transformers_continuous_batching=continuous
-        )
+        trainer(tmp_path, generation_kwargs={"temprature": 0.5})
 
 
 def test_sampler_settings_that_log_probs_do_not_have_are_reported(tmp_path, caplog):

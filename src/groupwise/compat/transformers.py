@@ -331,11 +331,6 @@ def update_model_kwargs(
     return model._update_model_kwargs_for_generation(outputs, model_kwargs)
 
 
-def logits_processors(model: GenerativePreTrainedModel, config: GenerationConfig) -> LogitsProcessorList:
-    """Return the logits processors that ``generate`` creates from ``config``."""
-    return model._get_logits_processor(config)
-
-
 def to_checkpoint_names(model: PreTrainedModel) -> Callable[[Weights], Weights]:
     """Return a function from names and shapes of weights in memory to those in checkpoints."""
     conversions = getattr(model, "_weight_conversions", None)  # set by from_pretrained

@@ -25,7 +25,7 @@ TRL_DEFAULTS: Mapping[str, object] = MappingProxyType(
 
 #: TRL's default by field, where a run trains the same ("auto" pads on Neuron devices only).
 TRL_SPELLINGS: Mapping[str, object] = MappingProxyType(
-    {"report_to": "none", "pad_to_multiple_of": "auto", "top_k": 0, "use_transformers_paged": False}
+    {"report_to": "none", "pad_to_multiple_of": "auto", "top_k": 0}
 )
 
 #: Methods of TRL's trainer that ``groupwise.GRPOTrainer`` does not call, or not for training, and the
@@ -67,7 +67,7 @@ UNREAD_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "generation_kwargs": SAMPLER_ATTRIBUTES,
         "eos_token_ids": "model.generation_config.eos_token_id before the trainer is built",
         "chat_template": "processing_class.chat_template before the trainer is built",
-        "continuous_batching_config": "GRPOConfig(transformers_continuous_batching_config=…)",
+        "continuous_batching_config": "vLLM, or groupwise's own decoding loop, which needs none",
         "environment_factories": "the argument environment_factory of the trainer",
         "vllm_generation": "trainer.backend, whose generate(prompt_ids, SamplingOptions()) and "
         "sync_weights(...) do the same",

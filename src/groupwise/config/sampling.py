@@ -35,9 +35,8 @@ TRUNCATING: dict[str, object] = {
 
 
 def chosen_backend(config: GRPOFields) -> str:
-    """Return the name of the generation backend: transformers, continuous, colocate or server."""
-    own = "continuous" if config.use_transformers_continuous_batching else "transformers"
-    return config.vllm_mode if config.use_vllm else own
+    """Return the name of the generation backend: transformers, colocate or server."""
+    return config.vllm_mode if config.use_vllm else "transformers"
 
 
 def sampler_settings(config: GRPOFields) -> SamplerSettings:

@@ -95,15 +95,16 @@ def warnings_of(config: GRPOFields) -> list[str]:
     A setting has no effect if its condition does not hold; its default, and TRL's, are not mentioned.
     """
     messages = [message for caution in CAUTIONS for message in caution(config)]
+    ignored: dict[str, list[str]] = {}  # by reason: an old name, and settings of a switch, have one in common
     for name, setting in config.SETTINGS.items():
         value, unless = getattr(config, name), setting.no_effect_unless
         if value == default_of(config, name) or is_trl_default(name, value):
             continue
         if setting.ignored:
-            messages.append(f"{name}={shortened(masked(value, name))} is ignored: {setting.ignored}")
+            ignored.setdefault(setting.ignored, []).append(f"{name}={shortened(masked(value, name))}")
         elif unless is not None and not unless.holds(config):
             messages.append(f"{name}={shortened(masked(value, name))} has no effect unless {unless.text}")
-    return messages
+    return messages + [f"{', '.join(given)} is ignored: {reason}" for reason, given in ignored.items()]
 
 
 # Names and parsed values

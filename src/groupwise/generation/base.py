@@ -132,8 +132,8 @@ def check_images(backend: GenerationBackend, images: Sequence[ImageInputs] | Non
 def images_unsupported(problem: str, backend: str) -> ConfigError:
     """Return the error for images that a backend does not pass to the model."""
     return ConfigError(
-        f"{problem}, but the backend {backend!r} samples from text alone; set use_vllm=False and "
-        "use_transformers_continuous_batching=False to generate with the policy, or drop the images"
+        f"{problem}, but the backend {backend!r} samples from text alone; set use_vllm=False to "
+        "generate with the policy, or drop the images"
     )
 
 
@@ -185,13 +185,11 @@ def json_dict(setting: dict[str, Any] | str | None) -> dict[str, Any]:
     return cast("dict[str, Any]", setting or {})
 
 
-#: Backends by name; the built-in ones are chosen by ``use_vllm``, ``vllm_mode`` and
-#: ``use_transformers_continuous_batching``.
+#: Backends by name; the built-in ones are chosen by ``use_vllm`` and ``vllm_mode``.
 BACKENDS: Registry[BackendEntry] = Registry(
     "backend",
     {
         "transformers": "groupwise.generation.transformers_backend:ENTRY",
-        "continuous": "groupwise.generation.continuous_batching:ENTRY",
         "colocate": "groupwise.generation.vllm.colocate:ENTRY",
         "server": "groupwise.generation.vllm.server:ENTRY",
     },

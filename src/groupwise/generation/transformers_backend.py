@@ -357,7 +357,7 @@ def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> Non
         )
 
 
-def check_allocated_cache(config: GRPOConfig, model: CausalLM, setting: str) -> None:
+def check_allocated_cache(config: GRPOConfig, model: CausalLM) -> None:
     """Check that keys and values have one dtype, which a cache that is allocated in advance needs.
 
     Under autocast values have half precision, and keys, which are rotated by position, that of the weights.
@@ -369,9 +369,10 @@ def check_allocated_cache(config: GRPOConfig, model: CausalLM, setting: str) -> 
     if name is not None and model.dtype == torch.float32 and config.deepspeed_plugin is None:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[name]
         raise ConfigError(
-            f"{setting} allocates a key-value cache of one dtype, and under {name}=True float32 weights give "
-            f"keys in float32 and values in {dtype}; set {name}=False, load the weights with "
-            f"model_init_kwargs={{'dtype': '{dtype}'}}, or leave {setting.split('=')[0]} at its default"
+            f"cache_implementation={config.cache_implementation!r} allocates a key-value cache of one dtype, "
+            f"and under {name}=True float32 weights give keys in float32 and values in {dtype}; set "
+            f"{name}=False, load the weights with model_init_kwargs={{'dtype': '{dtype}'}}, or leave "
+            "cache_implementation at its default"
         )
 
 
@@ -418,7 +419,7 @@ def make_backend(
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
     if config.cache_implementation not in GROWING_CACHES:
-        check_allocated_cache(config, policy(), f"cache_implementation={config.cache_implementation!r}")
+        check_allocated_cache(config, policy())
     backend = kind(
         policy,
         generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),

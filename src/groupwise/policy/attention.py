@@ -10,8 +10,7 @@ Axes: B sequences, H query heads, J key-value heads, Q queries, K keys, D head s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -68,20 +67,6 @@ def supports_packing(model: nn.Module, *, shared: bool) -> bool:
     by_position = is_flash_attention(base) or attention_implementation(base) == "flex_attention"
     by_position = by_position and supports_attention_interface(base)
     return install_attention_hook(model) or (by_position and not shared)
-
-
-@contextmanager
-def without_attention_hook(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores plain "sdpa", for code that selects implementations by name."""
-    base = without_adapter(model)
-    has_hook = attention_implementation(base) == IMPLEMENTATION
-    if has_hook:
-        base.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        if has_hook:
-            base.set_attn_implementation(IMPLEMENTATION)
 
 
 def _attention(

@@ -110,7 +110,7 @@ class TrlAttributes:
     generation_kwargs = UnreadAttribute(_generation_kwargs)
     eos_token_ids = UnreadAttribute(_end_tokens)
     chat_template = UnreadAttribute(lambda trainer: None)
-    continuous_batching_config = UnreadAttribute(lambda trainer: getattr(trainer.backend, "batching", None))
+    continuous_batching_config = UnreadAttribute(lambda trainer: None)
     environment_factories = UnreadAttribute(_environment_factories)
 
     @property

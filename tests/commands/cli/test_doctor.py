@@ -165,12 +165,6 @@ def test_rows_of_environments_need_no_prompt(run_file, capfd):
     assert "8 prompts, 8 optimizer steps per epoch" in " ".join(capfd.readouterr().out.split())
 
 
-def test_continuous_batching_is_a_sampler(run_file, capfd):
-    path = run_file(use_transformers_continuous_batching=True)
-    assert main(["doctor", "--no_model", "--config", path]) == 0
-    assert "transformers continuous batching" in capfd.readouterr().out
-
-
 def test_constant_rewards_are_a_warning(run_file, capfd):
     assert main(["doctor", "--config", run_file(rewards="my_rewards:constant")]) == 0
     shown = " ".join(capfd.readouterr().out.split())

@@ -258,7 +258,6 @@ def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
         ({"use_vllm": True, "vllm_mode": "server"}, "use_vllm must be the same"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode"),
         ({"vllm_engine_kwargs": {"enable_lora": False}}, "sends merged weights"),
-        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         ({"report_to": "wandb"}, "one run per process"),
         ({"output_dir": "elsewhere"}, "one directory each"),
         ({"cast_lm_head_to_fp32": True}, "share a base model cannot have"),

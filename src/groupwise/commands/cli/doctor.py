@@ -48,7 +48,6 @@ _MAX_ROWS = 1000  # rows whose prompt is tokenized
 _SERVER_TIMEOUT = 10.0  # seconds
 _BACKENDS = {
     "transformers": "transformers generate",
-    "continuous": "transformers continuous batching",
     "colocate": "vLLM in the trainer's processes",
 }
 

@@ -59,9 +59,8 @@ COMMON = (
 )
 #: Settings that runs in one process cannot have, with the value they must have.
 REFUSED: dict[str, Any] = {
-    **{"use_transformers_continuous_batching": False, "vllm_enable_sleep_mode": False},
-    **{"torch_compile": False, "cast_lm_head_to_fp32": False, "deepspeed": None, "fsdp": []},
-    **{"enable_jit_checkpoint": False, "auto_find_batch_size": False},
+    **{"vllm_enable_sleep_mode": False, "torch_compile": False, "cast_lm_head_to_fp32": False},
+    **{"deepspeed": None, "fsdp": [], "enable_jit_checkpoint": False, "auto_find_batch_size": False},
 }
 #: ``Setting.on_resume`` of settings whose value in a checkpoint acts.
 _OF_CHECKPOINT = (OPTIMIZER_STATE, TRAINER_STATE)
