@@ -12,9 +12,10 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,43 @@ def boundary(error: type[GroupwiseError], name: str, **sample: object) -> Iterat
         given = ", ".join(f"{key}={shortened(value)}" for key, value in sample.items())
         where = f"{name} (given {given})" if given else name
         raise error(f"{where} raised {type(cause).__name__}: {cause}{_own_line(cause)}") from cause
+
+
+def checked_entries(
+    given: Any,
+    source: str,
+    error: type[Exception],
+    *,
+    name_of: Callable[[Any], str] = str,
+    objection: Callable[[str], str] = lambda name: "",
+    convert: Callable[[Any], Any] = lambda value: value,
+    allowed: str = "values",
+) -> dict[str, Any]:
+    """Return the entries of a dictionary that user code returned, or raise ``error``, naming the entry.
+
+    Args:
+        source: the user's code in the message.
+        objection: returns why no entry may have a name, such as one of the trainer's own; or "".
+        convert: returns the value to use; it may raise where the value is not ``allowed``.
+    """
+    if not isinstance(given, Mapping):
+        raise error(f"{source} returned {shortened(given)}; allowed: a dictionary of {allowed} by name")
+    entries = {}
+    for name, value in ((name_of(key), value) for key, value in given.items()):
+        if reason := objection(name):
+            raise error(f"{source}: {reason}")
+        try:
+            entries[name] = convert(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise error(f"{source}: {name!r} is {shortened(value)}; allowed: {allowed}") from None
+    return entries
+
+
+def as_number(value: Any) -> float:
+    """Return a number, or a tensor or array of one, as a float; raise an error for anything else."""
+    if isinstance(value, str | bytes):
+        raise TypeError(value)  # float("3") is 3.0
+    return float(value)
 
 
 def _own_line(error: BaseException) -> str:

@@ -446,7 +446,8 @@ class GRPOTrainer(
                 self.state.global_step,
                 multimodal=self.args.log_multimodal,
             )
-            metrics.rows = [*metrics.rows, *rows]
+            logged = rollouts.mode == "eval" or self.args.logging_strategy != "no"
+            metrics.rows = [*metrics.rows, *rows] if logged else rows  # else the newest, for the last log
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
 
     def add_behavior_logps(self, surplus: LeftoverGroups, sampler: SamplerSettings) -> LeftoverGroups:

@@ -17,6 +17,7 @@ from support.runs import trainer
 from support.workers.vllm_process import ServerProcess
 
 from groupwise.agents.libraries import CapturedAgent
+from groupwise.agents.libraries.capture import ConcurrentRollouts
 from groupwise.errors import BackendError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +119,37 @@ def test_what_the_capture_cannot_sample_is_refused(settings, adapter, message, o
     backend = SimpleNamespace(servers=SimpleNamespace(adapter=adapter))
     with pytest.raises(ConfigError, match=message):
         CapturedAgent(lambda prompt, endpoint: None)([""], SimpleNamespace(args=args, backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"failed": True},
+            "Agent: a column 'failed' would replace the trainer's own; .* 'own_failed'",
+        ),
+        ({"env_mask": 0}, "a column 'env_mask' would replace"),
+        ({"prompt_ids": [7]}, "a column 'prompt_ids' would replace"),
+        ({"rollout_ids": 0}, "a column 'rollout_ids' would replace"),
+        ({"completions": "a"}, "a column 'completions' would replace"),
+        (0.5, "Agent returned 0.5; allowed: a dictionary"),
+    ],
+)
+def test_columns_of_an_agent_do_not_replace_the_rows(columns, message):
+    with pytest.raises(BackendError, match=message):
+        columns_of(columns)
+    assert columns_of({"score": 0.5})["score"] == [0.5, None] and columns_of({})["failed"] == [False] * 2
+
+
+def columns_of(columns):
+    row = {"prompt_ids": [5], "completion_ids": [6], "logprobs": [-1.0], "env_mask": [1]}
+
+    class Agent(ConcurrentRollouts):
+        def run_rollouts(self, prompts, trainer):
+            return [([row], columns, 1), ([row], {}, 1)]
+
+    args = SimpleNamespace(rollout_on_error="raise", rollout_retries=0)
+    return Agent()(["a", "b"], SimpleNamespace(args=args, record_metric=lambda *_: None))
 
 
 def test_as_environments_they_are_refused(tmp_path, openenv):

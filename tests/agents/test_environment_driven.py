@@ -211,6 +211,30 @@ class WithoutTurn(Dialogue):
         return {}
 
 
+class Columns(Dialogue):
+    """Returns other columns."""
+
+    def __init__(self, columns: Any) -> None:
+        self.columns = columns
+
+    async def run_rollout(self, row: dict[str, Any], chat: Any) -> Any:
+        await super().run_rollout(row, chat)
+        return self.columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"completions": "a"}, "'Columns', method 'run_rollout': a column 'completions' would replace"),
+        ({"completion_ids": [1]}, "a column 'completion_ids' would replace"),
+        (0.5, "'Columns', method 'run_rollout' returned 0.5; allowed: a dictionary"),
+    ],
+)
+def test_columns_of_an_environment_do_not_replace_arguments_of_rewards(columns, message):
+    with pytest.raises(AgentError, match=message):
+        generate_rollouts(Columns(columns), [["x"]], [{"question": "a"}])
+
+
 class Stuck(Dialogue):
     time_limit = 0.1
 

@@ -53,6 +53,26 @@ def test_all_keys_of_a_rollout_function():
     assert extra == {"score": [0.25, 0.75]}
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            [[5], [6]],
+            "rollout_func '<lambda>' returned [[5], [6]]; allowed: a dictionary of a list",
+        ),
+        ({"prompts": [1, 2]}, "rollout_func '<lambda>': a column 'prompts' would replace the trainer's own"),
+        ({"log_metric": [1, 2]}, "a column 'log_metric' would replace"),
+        ({"rollout_rows": [1, 2]}, "a column 'rollout_rows' would replace"),
+        ({"score": 0.5}, "rollout_func '<lambda>': 'score' is 0.5; allowed: a list or an array"),
+        ({"score": np.array(0.5)}, "'score' is array(0.5); allowed: a list"),
+        ({"text": "ab"}, "'text' is 'ab'; allowed: a list"),
+    ],
+)
+def test_names_and_values_of_columns_are_checked(output, message):
+    with pytest.raises(BackendError, match=re.escape(message)):
+        call({**FULL, **output} if isinstance(output, dict) else output)
+
+
 def test_required_keys_of_a_rollout_function():
     _, completions, extra, _ = call({"prompt_ids": [[5], [6]], "completion_ids": [[1], [8, 1]]})
     assert [(c.logps, c.loss_mask, c.truncated) for c in completions] == [(None, None, False)] * 2

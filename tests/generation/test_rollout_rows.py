@@ -134,14 +134,9 @@ def test_columns_have_an_entry_per_row_or_per_rollout():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"rollout_ids": [3, 4, 3]},
-            "'rollout_ids' holds 3 in rows that are apart; allowed: one number for each",
-        ),
-        (
-            {"rollout_ids": [3, 3, 3]},
-            "'rollout_ids' holds 1 different numbers; allowed: one number for each of the 2",
-        ),
+        ({"rollout_ids": [3, 4, 3]}, "'rollout_ids' holds [3, 4, 3], without repetitions; allowed: one"),
+        ({"rollout_ids": [3, 3, 3]}, "'rollout_ids' holds [3], without repetitions; allowed: one number for"),
+        ({"rollout_ids": [1, 0, 0]}, "'rollout_ids' holds [1, 0], without repetitions"),
         ({"rollout_ids": [3, 3]}, "2 different"),
         ({"rollout_ids": [3, 4]}, "returned 3 entries for 'prompt_ids', but there are 2 prompts"),
         ({"score": [1, 2, 3, 4]}, "4 entries for 'score', but there are 2 prompts"),
@@ -151,12 +146,13 @@ def test_columns_have_an_entry_per_row_or_per_rollout():
 def test_invalid_rows_are_named(changes, message):
     output = {"prompt_ids": [P, Q, P], "completion_ids": [[8], [9], [9]], "rollout_ids": [0, 0, 1], **changes}
     if message == "2 different":
-        message = "'rollout_ids' holds 1 different numbers"
+        message = "'rollout_ids' holds [3], without repetitions"
     with pytest.raises(BackendError, match=re.escape(message)):
         call_rollout_function(lambda *_: output, ["p", "p"], None, frozenset([1]), 32)
 
 
-@pytest.mark.parametrize("failed", [[False, True, True], [False, True]])  # per row, or per rollout
+# Of the last row, of an earlier one, or per rollout.
+@pytest.mark.parametrize("failed", [[False, False, True], [False, True, False], [False, True]])
 def test_failed_rollouts_are_dropped_or_end_the_run(failed):
     output = {
         "prompt_ids": [P, Q, P],

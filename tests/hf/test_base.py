@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Trainer
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import TrainingError
@@ -49,6 +57,78 @@ def test_a_new_run_drops_the_loss_and_the_size_limit_of_an_interrupted_one(tmp_p
     made.train()
     assert made.splitter.max_tokens is None
     assert abs(made.state.log_history[-1]["train_loss"]) < 100
+
+
+class Caller(TrainerCallback):
+    """Calls a function of the trainer at the end of every step."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_step_end(self, args, state, control, **_):
+        self.call(self.run)
+
+
+def run_with(tmp_path, call, **given):
+    caller = Caller(call)
+    caller.run = trainer(tmp_path, callbacks=[caller], **given)
+    caller.run.train()
+    return caller.run.state.log_history
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda run: run.log({"x": 1.0}),
+        lambda run: run.log({"loss": 7.0}),
+        lambda run: run.log({"train_loss": 7.0}),
+        lambda run: run.evaluate(),
+    ],
+    ids=["a metric", "loss", "train_loss", "evaluate"],
+)
+def test_the_log_of_a_step_stays_due_and_whole_whatever_a_callback_logs_before_it(tmp_path, call):
+    history = run_with(tmp_path, call, eval_dataset=prompts(1), logging_steps=2, max_steps=2)
+    logs = [log for log in history if "learning_rate" in log]
+    assert [log["step"] for log in logs] == [2]
+    assert all({"loss", "reward", "entropy"} <= log.keys() and log["loss"] != 7.0 for log in logs)
+    others = [log for log in history if log not in logs]
+    assert len(others) == 3 and not any("reward" in log for log in others)  # each step, and the end
+
+
+def test_an_evaluation_of_another_dataset_leaves_the_one_of_the_step_due(tmp_path):
+    def other(run):
+        run.evaluate(prompts(1), metric_key_prefix="other")
+
+    given = {"eval_dataset": {"a": prompts(1), "b": prompts(1)}, "eval_strategy": "steps", "eval_steps": 1}
+    history = run_with(tmp_path, other, max_steps=1, **given)
+    for name in ("other_loss", "eval_a_loss", "eval_b_loss"):
+        assert len([log for log in history if name in log]) == 1
+
+
+def test_completions_that_no_log_reports_are_not_kept(tmp_path):
+    options = {"logging_strategy": "no", "log_completions": True, "num_completions_to_print": 0}
+    kept = []
+    run_with(tmp_path, lambda run: kept.append(len(run.metrics["train"].rows)), **options)
+    assert kept == [4, 4]  # of the newest generation
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == ["completions_00002.parquet"]
+
+
+def test_a_prediction_reports_its_completions(tmp_path):
+    run = trainer(tmp_path, log_completions=True, num_completions_to_print=0)
+    run.predict(prompts(2))
+    assert [path.name for path in (tmp_path / "completions_test").iterdir()] == ["completions_00000.parquet"]
+
+
+def test_values_of_a_log_are_plain_in_checkpoints(tmp_path):
+    given = {"a": np.float32(0.5), "b": torch.tensor([2]), "c": np.array(True), 3: "text", "d": [1, None]}
+    run = trainer(tmp_path)
+    run.log(given)
+    run.state.save_to_json(str(tmp_path / "state.json"))
+    (saved,) = TrainerState.load_from_json(str(tmp_path / "state.json")).log_history
+    assert saved == {"a": 0.5, "b": 2, "c": True, "3": "text", "d": [1, None], "step": 0, "epoch": 0}
+    for value in (np.zeros(2), torch.zeros(2), {1, 2}, [np.float32(1)]):
+        with pytest.raises(ValueError, match=r"trainer\.log: 'x' is .*; allowed: a value that"):
+            run.log({"x": value})
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])

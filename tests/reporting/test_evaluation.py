@@ -6,6 +6,7 @@ import itertools
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -14,7 +15,7 @@ from support.runs import WORDS, policy, prompts, tokenizer, trainer
 from groupwise import ConfigError, GRPOConfig, register_aggregation
 from groupwise.errors import RewardError
 from groupwise.records import Completion, RewardBatch, RolloutBatch
-from groupwise.reporting.evaluation import EvaluationMetrics
+from groupwise.reporting.evaluation import EvaluatedCompletion, EvaluationMetrics, own_metrics
 
 QUANTILE = 1.959964
 
@@ -111,10 +112,48 @@ def test_compute_metrics_gets_all_completions_with_their_rows_and_prompts(tmp_pa
     assert run.evaluate(metric_key_prefix="test")["test_words"] == 12
 
 
-@pytest.mark.parametrize("result", [[1.0], {"accuracy": "high"}])
-def test_what_compute_metrics_may_return(tmp_path, result):
-    with pytest.raises(RewardError, match=r"compute_metrics returned .*; allowed: a dictionary of numbers"):
-        run_of(tmp_path, compute_metrics=lambda prediction: result).evaluate()
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], r"compute_metrics returned \[1.0\]; allowed: a dictionary of one number by name"),
+        ({"accuracy": "3"}, "compute_metrics: 'accuracy' is '3'; allowed: one number"),
+        ({"accuracy": np.zeros(2)}, "compute_metrics: 'accuracy' is array.*; allowed: one number"),
+        ({"reward": 1.0}, "compute_metrics: the trainer logs 'reward' itself; .* 'custom/reward'"),
+        ({"eval_loss": 1.0}, "compute_metrics: the trainer logs 'loss' itself"),
+        ({"pass@1": 1.0}, "compute_metrics: the trainer logs 'pass@1' itself"),
+    ],
+)
+def test_what_compute_metrics_must_not_return(result, message):
+    with pytest.raises(RewardError, match=message):
+        own_metrics(lambda prediction: result, [completion_with(("a", {}, "b"))], "eval")
+
+
+def test_names_and_values_of_compute_metrics_become_plain():
+    given = {2: np.array(0.5), "eval_b": torch.tensor([3]), "c": True, "d": np.float32("nan")}
+    found = own_metrics(lambda prediction: given, [completion_with(("a", {}, "b"))], "eval")
+    assert math.isnan(found.pop("d")) and found == {"2": 0.5, "b": 3.0, "c": 1.0}
+    assert {type(value) for value in found.values()} == {float}
+
+
+def completion_with(sample):
+    return EvaluatedCompletion((0, 0), "b", [1.0], None, sample)
+
+
+def test_failed_rollouts_do_not_reach_compute_metrics(tmp_path):
+    def half(prompts, run):
+        return {**in_turn(prompts, run), "failed": [i % 2 == 0 for i in range(len(prompts))]}
+
+    given = []
+
+    def count(prediction):
+        given.append(prediction)
+        return {"completions": len(prediction.predictions)}
+
+    options = {"rollout_func": half, "compute_metrics": count, "rollout_on_error": "retry"}
+    run = run_of(tmp_path, eval_pass_at_k=None, eval_dataset=questions(2), **options)
+    assert run.evaluate()["eval_completions"] == 4  # of 2 prompts with 4 completions
+    assert given[0].predictions == [tokenizer().decode([4 + i]) for i in (1, 3, 1, 3)]
+    assert own_metrics(count, [completion_with(None)], "eval") == {}  # all have failed
 
 
 def test_no_pass_at_k_metrics_by_default(tmp_path):

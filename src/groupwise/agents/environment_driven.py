@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from groupwise.agents.loop import AgentLoop, ChatResponse, Rollout, Steps, TurnRequest
-from groupwise.errors import AgentError, boundary
+from groupwise.errors import AgentError, boundary, checked_entries
+from groupwise.generation.rollout_func import taken_column
 from groupwise.records import copied
 from groupwise.threads import CallExecutor, settle
 from groupwise.tokenization.prompts import Message
@@ -78,7 +79,7 @@ class EnvironmentLoop(AgentLoop):
 
         async def run() -> None:
             try:
-                columns = dict(await self.environment.run_rollout(copied(rollout.row), chat))
+                columns = await self.environment.run_rollout(copied(rollout.row), chat)
                 settle(event, columns)
             except MaxLengthReachedError:
                 settle(event, {})  # the completion is complete, without columns
@@ -105,4 +106,5 @@ class EnvironmentLoop(AgentLoop):
             task.cancel()
         if rollout.trajectory is None:
             raise AgentError(f"{title}: rollout {rollout.index} ended without a turn of the policy")
-        rollout.columns = outcome
+        source = f"{title}, method 'run_rollout'"
+        rollout.columns = checked_entries(outcome, source, AgentError, objection=taken_column)

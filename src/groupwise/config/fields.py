@@ -436,7 +436,8 @@ class GRPOFields(TrainingArguments):
     terminal_metrics: Annotated[list[str] | None, Setting(
         "Further metrics in the line that the terminal shows for each log.")] = None
     log_completions: Annotated[bool, Setting(
-        "Log prompts and completions as a table and a parquet file.", changes="step")] = False
+        "Log prompts and completions as a table and a parquet file; with logging_strategy='no', those of the "
+        "last generation at the end.", changes="step")] = False
     num_completions_to_print: Annotated[int | None, Setting(
         "Rows of the printed table, from the best to the worst of a group. None: 4.", ge=0,
         no_effect_unless=on("log_completions"), changes="step")] = None

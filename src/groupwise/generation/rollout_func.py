@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
-from itertools import accumulate, groupby
+from functools import partial
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 
 from groupwise.core.metrics import Metrics
-from groupwise.errors import BackendError, boundary
+from groupwise.errors import BackendError, boundary, checked_entries, shortened
 from groupwise.records import Completion, RolloutFunction, copied
 from groupwise.tokenization.prompts import Prompt
 from groupwise.tokenization.text import is_truncated
 
 _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")  # of a row
+#: Keys that are no columns.
+RESERVED = frozenset({*_FIELDS, "rollout_ids", "failed"})
+#: Arguments of reward functions that the trainer passes, whatever a column of the name holds.
+_ARGUMENTS = "prompts completions rollout_rows row_ids trainer_state log_extra log_metric completion_logprobs"
 
 
 def call_rollout_function(
@@ -31,9 +36,10 @@ def call_rollout_function(
         function: returns a dict of lists with R entries, one per row: ``prompt_ids`` and ``completion_ids``
             (token ids); optionally ``logprobs`` (per completion token, None or NaN if unknown), ``env_mask``
             (1 for tokens of the policy, 0 for others, which carry no loss) and ``rollout_ids`` (a number
-            per row: rows with the same one are one rollout; without it every row is one). A row may be a
-            tensor or an array. Entries of ``failed``, True for a rollout to be dropped from its group, and of
-            other keys, columns for the rewards, are per row or per rollout.
+            per row, increasing in the order of the prompts: rows with the same one are one rollout; without
+            it every row is one). A row may be a tensor or an array. Entries of ``failed``, True for a rollout
+            to be dropped from its group (one row suffices), and of other keys, columns for the rewards (that
+            of the last row counts), are per row or per rollout.
         prompts: B prompts, each repeated once per rollout. The function gets copies and may change them.
         trainer: passed to the function.
         end_tokens: a completion that does not end in one of these counts as truncated.
@@ -50,6 +56,14 @@ def call_rollout_function(
     name = getattr(function, "__name__", type(function).__name__)
     with boundary(BackendError, f"rollout_func {name!r}"):
         output = function(copied(prompts), trainer)
+    output = checked_entries(
+        output,
+        f"rollout_func {name!r}",
+        BackendError,
+        objection=partial(taken_column, others=()),
+        convert=_with_length,
+        allowed="a list or an array",
+    )
     missing = [key for key in ("prompt_ids", "completion_ids") if output.get(key) is None]
     if missing:
         raise BackendError(
@@ -67,16 +81,25 @@ def call_rollout_function(
         _checked(name, row, {key: _plain(values[row]) for key, values in fields.items()}, vocab_size)
         for row in range(num_rows)
     ]
+    failed = output.get("failed", [])
+    if ends and len(failed) == num_rows:
+        failed = [any(failed[start:end]) for start, end in pairwise([0, *ends])]
     columns = {
         key: [values[end - 1] for end in ends] if ends and len(values) == num_rows else list(values)
         for key, values in output.items()
-        if key not in (*_FIELDS, "rollout_ids")
+        if key not in RESERVED
     }
-    failed = columns.pop("failed", [])
     prompt_ids, completions, columns, metrics = _completions(rows, ends, columns, end_tokens)
     if any(failed):
         completions = _without_failed(name, completions, failed, trainer)
     return prompt_ids, completions, columns, metrics
+
+
+def taken_column(name: str, others: Collection[str] = ("completion_ids",)) -> str:
+    """Return why a column of a rollout cannot have the name: that of an argument of rewards, or another."""
+    if name not in _ARGUMENTS.split() and name not in others:
+        return ""
+    return f"a column {name!r} would replace the trainer's own; choose another name, such as 'own_{name}'"
 
 
 def _check_lengths(name: str, output: dict[str, Any], num_rollouts: int, num_rows: int) -> None:
@@ -128,14 +151,21 @@ def _ends_of_rollouts(name: str, rollout_ids: Any, num_rollouts: int) -> list[in
     if rollout_ids is None:
         return []
     runs = [(number, len(list(rows))) for number, rows in groupby(_plain(rollout_ids))]
-    repeated = [number for number, count in Counter(number for number, _ in runs).items() if count > 1]
-    if repeated or len(runs) != num_rollouts:
-        found = f"{repeated[0]!r} in rows that are apart" if repeated else f"{len(runs)} different numbers"
+    numbers = [number for number, _ in runs]
+    if len(numbers) != num_rollouts or numbers != sorted({*numbers}):
         raise BackendError(
-            f"rollout_func {name!r}: 'rollout_ids' holds {found}; allowed: one number for each of the "
-            f"{num_rollouts} prompts, in their order, repeated in all rows of the rollout, which are adjacent"
+            f"rollout_func {name!r}: 'rollout_ids' holds {shortened(numbers)}, without repetitions; allowed: "
+            f"one number for each of the {num_rollouts} prompts, increasing in their order, repeated in all "
+            "rows of the rollout, which are adjacent"
         )
     return list(accumulate(count for _, count in runs))
+
+
+def _with_length(values: Any) -> Any:
+    """Return the entries of a key if they can be counted; a text is none."""
+    if values is not None and (isinstance(values, str) or len(values) < 0):
+        raise TypeError(values)
+    return values
 
 
 def _plain(values: Any) -> list[Any]:

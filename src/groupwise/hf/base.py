@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +32,7 @@ from groupwise.config.changes import resume_settings
 from groupwise.config.fields import UNPUBLISHED
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import RankStages, is_sharded
-from groupwise.errors import ConfigError, TrainingError
+from groupwise.errors import ConfigError, TrainingError, checked_entries
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
 from groupwise.hf.callbacks import CheckpointingCallback, FlagAgreementCallback, SyncRefModelCallback
@@ -313,15 +314,28 @@ class BaseTrainer(Trainer):
     # Logs, metrics, model card.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; training logs, also the last one of a run, contain the pending metrics of all ranks."""
-        last = "train_loss" in logs
-        if "loss" in logs or (last and self.state.global_step > self._logged_step):
+        """Log; training logs, also the last one of a run, contain the pending metrics of all ranks.
+
+        Other logs, such as those of a callback, leave the metrics and the log of the step that is due.
+        """
+        allowed = "a value that a checkpoint can save as JSON"
+        entries = checked_entries(logs, "trainer.log", ValueError, convert=_saved_value, allowed=allowed)
+        logs.clear()
+        logs.update(entries)  # the same dictionary: evaluate returns it
+        last = {"train_loss", "total_flos"} <= logs.keys()
+        is_own = "loss" in logs and ("learning_rate" in logs or start_time is not None)
+        due = self.control.should_log and not is_own
+        if is_own or (last and self.state.global_step > self._logged_step):
             self._logged_step = self.state.global_step
             metrics = self.drain_metrics("train", "train")
             if last:
                 metrics.pop("loss", None)  # train_loss is the mean over all steps
             logs.update(metrics)
         super().log(logs, start_time)
+        self.control.should_log |= due
+        self._report_completions()
+
+    def _report_completions(self) -> None:
         if self._unreported:
             from groupwise.reporting.completions import report_completions
 
@@ -333,13 +347,18 @@ class BaseTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate; outside of training, the output directory is locked for the evaluation."""
+        due = self.control.should_evaluate and eval_dataset is not None  # that of another dataset
         with self.run_directory.claimed(saves=False):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        self.control.should_evaluate = due
+        return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """Evaluate as ``evaluate`` does, without a log."""
         with self.run_directory.claimed(saves=False):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._report_completions()
+        return output
 
     def evaluation_loop(
         self,
@@ -653,6 +672,13 @@ def _add_callbacks(trainer: BaseTrainer, args: GRPOConfig) -> None:
     trainer.add_callback(CheckpointingCallback(trainer.recomputation))
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(trainer.reference, args, trainer.accelerator))
+
+
+def _saved_value(value: Any) -> Any:
+    """Return a value of a log as ``trainer_state.json`` has it: scalars of arrays as numbers."""
+    value = value.item() if hasattr(value, "item") else value
+    json.dumps(value)
+    return value
 
 
 class _FinishedRunError(Exception):

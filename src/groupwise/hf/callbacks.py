@@ -62,8 +62,8 @@ class FlagAgreementCallback(TrainerCallback):
         self._agree(args, state, control, **given)
 
     def _agree(self, args: TrainingArguments, state: Any, control: TrainerControl, **given: Any) -> None:
-        # Logs without a loss may be those of one rank.
-        if args.world_size > 1 and "loss" in given.get("logs", ("loss",)):
+        # Logs without a learning rate are not Trainer's, and may be those of one rank.
+        if args.world_size > 1 and "learning_rate" in given.get("logs", ("learning_rate",)):
             flags = torch.tensor([float(getattr(control, flag)) for flag in _FLAGS], device=args.device)
             for flag, count in zip(_FLAGS, reduce(flags).tolist(), strict=True):
                 setattr(control, flag, count > 0)

@@ -23,7 +23,7 @@ from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards
-from groupwise.reporting.metrics import check_metric_name
+from groupwise.reporting.metrics import checked_metrics
 from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
@@ -71,7 +71,7 @@ class RewardMixin:
             return [logps_B[row] for row in kept]
 
         names, args = self.reward_func_names, self.args
-        log = RewardLog(len(kept), partial(check_metric_name, function="log_metric"))
+        log = RewardLog(len(kept), checked_metrics)
         calls, failure = RewardCalls([[] for _ in names], {}, []), None  # of a rank without a row to reward
         try:
             if kept:

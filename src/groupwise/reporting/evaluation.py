@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RewardBatch, RolloutBatch, Row, copied
+from groupwise.reporting.metrics import checked_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class EvaluatedCompletion:
     position: (batch, row of the global batch).
     rewards: the aggregated reward, then one per function; NaN for None.
     answer: vote of maj@k.
-    sample: completion, dataset row and prompt, for ``compute_metrics``; None without it.
+    sample: completion, dataset row and prompt, for ``compute_metrics``; None without it, and of a failed
+        rollout.
     """
 
     position: tuple[int, int]
@@ -91,7 +92,7 @@ class EvaluationMetrics:
                     rewards=[total_N[row].item(), *sums.rewards_NF[row].tolist()],
                     answer=None if answers[index] in _NO_ANSWER else str(answers[index]),
                     sample=None
-                    if compute_metrics is None
+                    if compute_metrics is None or rollouts.completions[index].dropped
                     else (rollouts.texts[index], rollouts.rows[index], rollouts.prompts[index]),
                 )
             )
@@ -113,7 +114,8 @@ class EvaluationMetrics:
             name: evaluations of the same name are compared with the first one.
             functions: names of the reward functions.
             gather: concatenates the lists of all ranks.
-            compute_metrics: called with all completions of the evaluation, on every rank.
+            compute_metrics: called with all completions of the evaluation, on every rank, without failed
+                rollouts.
         """
         if not config.eval_pass_at_k and compute_metrics is None:
             return {}
@@ -151,17 +153,17 @@ def own_metrics(
     """Call the user's function with ``predictions``, ``label_ids`` and ``inputs``; return its metrics.
 
     Raises:
-        RewardError: it raised, or did not return numbers by name.
+        RewardError: it raised, or did not return numbers by names that are not the trainer's.
     """
-    samples = [one.sample or ("", {}, "") for one in completions]
+    samples = [one.sample for one in completions if one.sample is not None]
+    if not samples:
+        return {}
     columns = [list(column) for column in zip(*samples, strict=True)]  # completions, rows, prompts
     with boundary(RewardError, "compute_metrics"):
         found = compute_metrics(EvalPrediction(*map(copied, columns)))
-    if not (isinstance(found, Mapping) and all(isinstance(value, Real) for value in found.values())):
-        raise RewardError(
-            f"compute_metrics returned {found!r:.200}; allowed: a dictionary of numbers by name"
-        )
-    return {key.removeprefix(f"{name}_"): float(value) for key, value in found.items()}
+    return checked_metrics(
+        found, "compute_metrics", RewardError, name_of=lambda key: str(key).removeprefix(f"{name}_")
+    )
 
 
 def prompt_values(

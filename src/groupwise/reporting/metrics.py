@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
+from groupwise.errors import as_number, checked_entries
 from groupwise.records import RolloutBatch
 from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
@@ -94,17 +96,18 @@ class MetricBuffer:
             ValueError: the trainer logs ``name`` itself, the value is not a finite number, the reduction is
                 unknown, or ``name`` was recorded with another reduction since the last log.
         """
-        check_metric_name(name, "record_metric")
+        source, allowed = f"record_metric({name!r}, ...)", "one finite number"
+        numbers = checked_metrics({name: value}, source, ValueError, allowed=allowed)
+        if not all(map(math.isfinite, numbers.values())):
+            raise ValueError(f"{source}: the value is {value}; allowed: {allowed}")
         if reduction not in REDUCTIONS:
             raise ValueError(
                 f"record_metric({name!r}, ...): reduction={reduction!r} is unknown; allowed: "
                 f"{', '.join(REDUCTIONS)}"
             )
-        number = _as_number(value)
-        if number is None:
-            raise ValueError(f"record_metric({name!r}, {value!r:.80}): the value must be one finite number")
+        reduced = {name: REDUCTIONS[reduction](number) for name, number in numbers.items()}
         try:
-            self.metrics = merge_metrics([self.metrics, {str(name): REDUCTIONS[reduction](number)}])
+            self.metrics = merge_metrics([self.metrics, reduced])
         except TypeError as error:
             raise ValueError(f"record_metric({name!r}, ..., {reduction!r}): {error}") from error
 
@@ -145,29 +148,18 @@ class MetricBuffer:
         }
 
 
-def check_metric_name(name: str, function: str) -> None:
-    """Refuse a metric of the user under a name of the trainer: the two would be mixed.
-
-    Args:
-        function: the user's call, for the message.
-
-    Raises:
-        ValueError: the trainer logs ``name`` itself.
-    """
-    if _TRAINER_METRICS.fullmatch(name):
-        raise ValueError(
-            f"{function}({name!r}, ...): the trainer logs {name!r} itself; choose another name; those that "
-            f"begin with 'custom/' are never the trainer's, such as 'custom/{name}'"
-        )
+def taken_metric(name: str) -> str:
+    """Return why a metric of user code cannot have the name: it would be mixed with the trainer's."""
+    if not _TRAINER_METRICS.fullmatch(name):
+        return ""
+    return (
+        f"the trainer logs {name!r} itself; choose another name; those that begin with 'custom/' are never "
+        f"the trainer's, such as 'custom/{name}'"
+    )
 
 
-def _as_number(value: object) -> float | None:
-    """Return a number, or a one-element tensor or array, as a finite float; None for anything else."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-        return None
-    return number if math.isfinite(number) and not isinstance(value, str) else None
+#: Metrics of user code: numbers, under names that are not the trainer's.
+checked_metrics = partial(checked_entries, objection=taken_metric, convert=as_number, allowed="one number")
 
 
 def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metrics:

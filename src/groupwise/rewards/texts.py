@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from groupwise.errors import as_number, checked_entries
 from groupwise.tokenization.text import message_text
 
 #: A string, or chat messages.
@@ -38,6 +40,9 @@ def text_with_thoughts(completion: Text) -> str:
     return f"<think>\n{thoughts}\n" + (f"</think>\n\n{answer}" if ended else "")
 
 
+_as_numbers = partial(checked_entries, convert=as_number, allowed="one number")
+
+
 class RewardLog:
     """Arguments ``log_extra`` and ``log_metric`` of reward functions that score ``num_rows`` completions.
 
@@ -45,11 +50,11 @@ class RewardLog:
     metrics: names and values of ``log_metric``.
 
     Args:
-        check_name: raises ValueError if a metric must not have the name.
+        check: checks a metric and returns it as a dictionary.
     """
 
-    def __init__(self, num_rows: int, check_name: Callable[[str], None] = lambda name: None) -> None:
-        self.num_rows, self.check_name = num_rows, check_name
+    def __init__(self, num_rows: int, check: Callable[..., dict[str, float]] = _as_numbers) -> None:
+        self.num_rows, self.check = num_rows, check
         self.columns: dict[str, list[Any]] = {}
         self.metrics: list[tuple[str, float]] = []
 
@@ -63,8 +68,7 @@ class RewardLog:
         self.columns[str(column)] = values
 
     def log_metric(self, name: str, value: float) -> None:
-        self.check_name(str(name))
-        self.metrics.append((str(name), float(value)))
+        self.metrics += self.check({name: value}, f"log_metric({name!r}, ...)", ValueError).items()
 
 
 def require(module: str, user: str) -> Any:

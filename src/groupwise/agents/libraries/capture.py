@@ -16,9 +16,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from groupwise.errors import BackendError, ConfigError, warn_once
+from groupwise.errors import BackendError, ConfigError, checked_entries, warn_once
+from groupwise.generation.rollout_func import RESERVED, taken_column
 from groupwise.threads import CallExecutor, Invocation, is_async, thread_safe
 
 logger = logging.getLogger(__name__)
@@ -79,12 +81,14 @@ class ConcurrentRollouts(ABC):
         rollouts = [found.get(i, ([_NO_ROW], {}, 0)) for i in range(len(prompts))]
         trainer.record_metric("agent/calls", sum(calls for _, _, calls in rollouts) / len(rollouts))
         trainer.record_metric("agent/failures", num_failed, "sum")
-        names = dict.fromkeys(name for _, columns, _ in rollouts for name in columns)
+        name, taken = type(self).__name__, partial(taken_column, others=RESERVED)
+        columns = [checked_entries(own, name, BackendError, objection=taken) for _, own, _ in rollouts]
+        names = dict.fromkeys(name for own in columns for name in own)
         return {
             **{key: [row[key] for rows, _, _ in rollouts for row in rows] for key in _NO_ROW},
             "rollout_ids": [i for i, (rows, _, _) in enumerate(rollouts) for _ in rows],
             "failed": [i not in found for i in range(len(prompts))],
-            **{name: [columns.get(name) for _, columns, _ in rollouts] for name in names},
+            **{name: [own.get(name) for own in columns] for name in names},
         }
 
     def served_model(self, trainer: Any) -> tuple[str, str]:
@@ -187,7 +191,7 @@ class CapturedAgent(ConcurrentRollouts):
         for future, session in zip(executor.run_all(calls), sessions, strict=True):
             try:
                 columns, rows = future.result(), rows_of_session(session)
-                outcomes.append((rows, dict(columns or {}), len(rows)))
+                outcomes.append((rows, {} if columns is None else columns, len(rows)))
             except Exception as error:  # of the agent, its time limit, or what it called
                 outcomes.append(error)
             registry.delete(session.session_id)  # later calls of a rollout that was given up are refused

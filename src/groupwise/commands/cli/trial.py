@@ -23,7 +23,9 @@ from groupwise.cpu.malloc import malloc_trim
 from groupwise.errors import RewardError
 from groupwise.records import Completion, Experience, RolloutBatch, RolloutRequest
 from groupwise.records.rollout import GroupRewards, step_sum
+from groupwise.reporting.metrics import checked_metrics
 from groupwise.rewards.runtime.calling import call_rewards
+from groupwise.rewards.texts import RewardLog
 from groupwise.trainer import GRPOTrainer
 
 #: Optimizer state per trained parameter, in sizes of the parameter, by prefix of the optimizer name.
@@ -92,6 +94,7 @@ def reward_findings(
 ) -> Iterator[Finding]:
     """Run each reward function on the completions; report failures, None, constant and slow ones."""
     columns: list[list[float]] = []
+    log = RewardLog(len(rollout), checked_metrics)
     for function, name in zip(trainer.reward_callables, trainer.reward_func_names, strict=True):
         start = time.perf_counter()
         try:
@@ -102,8 +105,8 @@ def reward_findings(
                 timeout=trainer.args.reward_timeout,
                 loop=trainer.event_loop,
                 trainer_state=trainer.state,
-                log_extra=lambda column, values: None,
-                log_metric=lambda metric, value: None,
+                log_extra=log.log_extra,
+                log_metric=log.log_metric,
             )
         except RewardError as error:
             yield fail("reward", str(error))
