@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import agent_runs
 from support.runs import count_reward, policy, prompts, tokenizer, trainer
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerCallback
 
 from groupwise import ConfigError, GRPOCallback, RewardError
 from groupwise import GRPOTrainer as PlainTrainer
@@ -119,39 +119,44 @@ def test_an_overridden_tokenization_is_refused_with_tools_which_would_not_call_i
         agent_runs.trainer(tmp_path, Theirs, tools=[agent_runs.measure])
 
 
-def test_a_hook_that_resamples_from_the_loader_of_the_run_is_refused_before_the_model_is_loaded(tmp_path):
-    class Resampling(GRPOTrainer):
+def loader_of_the_run(trainer):
+    return getattr(trainer.callback_handler, "train_" + "dataloader")
+
+
+class AtTheBeginning(TrainerCallback):
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self.rows = list(train_dataloader)
+
+
+@pytest.mark.parametrize("place", ["hook", "reward", "callback"])
+def test_the_loader_of_the_run_refuses_to_be_iterated_wherever_that_happens(tmp_path, place):
+    class Theirs(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            self.more = next(iter(self.callback_handler.train_dataloader))
+            if place == "hook":
+                self.more = next(iter(loader_of_the_run(self)))
             return super()._generate_and_score_completions(inputs)
 
-    class Looping(GRPOTrainer):
-        def more_rows(self):
-            return [row for batch in self.callback_handler.train_dataloader for row in batch]
+    def reward(completions, **kwargs):
+        return [float(len(row)) for row in loader_of_the_run(made)]
 
-    for kind, name in ((Resampling, "_generate_and_score_completions"), (Looping, "more_rows")):
-        with pytest.raises(
-            ConfigError, match=rf"{kind.__name__}\.{name} iterates callback_handler\.train_data"
-        ):
-            kind(model=str(tmp_path / "absent"), reward_funcs=count_reward)
-
-    class Counting(GRPOTrainer):
-        def num_batches(self):
-            return len(self.callback_handler.train_dataloader)
-
-    trainer(tmp_path, kind=Counting)
+    callbacks = [AtTheBeginning()] if place == "callback" else []
+    rewards = reward if place == "reward" else count_reward
+    made = run(tmp_path, Theirs, rewards, callbacks=callbacks)
+    with pytest.raises(Exception, match=r"callback_handler.train_dataloader was iterated.*of your own"):
+        made.train()
 
 
-def test_the_length_of_the_loader_may_be_read_in_a_method_with_a_loop(tmp_path):
-    class Counting(GRPOTrainer):
-        def count(self):
-            return [len(self.callback_handler.train_dataloader) for _ in range(2)]
+def test_the_length_of_the_loader_of_the_run_and_a_loader_of_their_own_are_read(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            self.lengths = [len(self.callback_handler.train_dataloader) for _ in range(2)]
+            self.own = getattr(self, "own", None) or iter(self.get_train_dataloader())
+            self.more = next(self.own)
+            return super()._generate_and_score_completions(inputs)
 
-        def count_once(self):
-            number = len(self.callback_handler.train_dataloader)
-            return [number for _ in range(2)]
-
-    assert run(tmp_path, kind=Counting).train_dataset is not None
+    made = run(tmp_path, Theirs)
+    made.train()
+    assert made.lengths[0] == made.lengths[1] > 0 and "prompt" in made.more[0]
 
 
 def test_images_of_a_hook_are_refused(tmp_path):

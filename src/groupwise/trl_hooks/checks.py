@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from transformers import TrainerCallback
 
@@ -16,7 +14,6 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.objectives import OBJECTIVES
 from groupwise.core.weights import NORMALIZERS
 from groupwise.errors import ConfigError, warn_once
-from groupwise.hf.arguments import is_overridden
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.tokenization.images import is_processor
 
@@ -114,47 +111,19 @@ def refuses_images(method: Callable[..., T]) -> Callable[..., T]:
     return checked
 
 
-def check_resampling(trainer: object) -> None:
-    """Refuse methods that iterate the loader of the run: here it does not continue the run's order.
+def refuse_resampling() -> NoReturn:
+    """Refuse to iterate the loader of the run, which here does not continue the run's order.
 
     TRL's sampler goes on with its generator, so that a hook which iterates the loader gets rows of the next
     permutations and changes the rows of later epochs.
 
     Raises:
-        ConfigError: such a method, by name, with the counterpart.
+        ConfigError: always, with the counterpart.
     """
-    methods = {name: value for kind in reversed(type(trainer).__mro__) for name, value in vars(kind).items()}
-    for name, method in {**methods, **vars(trainer)}.items():
-        function = inspect.unwrap(getattr(method, "__func__", method))
-        if is_overridden(trainer, name) and any(map(_iterates_loader, _code_of(function))):
-            raise ConfigError(
-                f"{type(trainer).__name__}.{name} iterates callback_handler.train_dataloader, whose rows "
-                "would not be those of TRL: iterate a loader of your own over train_dataset, made once, or "
-                "use groupwise.GRPOTrainer with dynamic_sampling=True (docs/migrating.md)"
-            )
-
-
-def _code_of(part: Any) -> Iterator[CodeType]:
-    """Iterate over the code of a function, and of the functions and comprehensions inside."""
-    code = part if isinstance(part, CodeType) else getattr(part, "__code__", None)
-    if isinstance(code, CodeType):
-        yield code
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _code_of(constant)
-
-
-def _iterates_loader(code: CodeType) -> bool:
-    """Return True if the code has a loop, and reads the loader for more than its length."""
-    if not {"callback_handler", "train_dataloader"} <= {*code.co_names}:
-        return False
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
-    loops = "iter" in code.co_names or any(one.opname == "GET_ITER" for one in steps)
-    # len(self.callback_handler.train_dataloader): the function, self, two attributes, the call.
-    return loops and any(
-        not (steps[place - 3].argval == "len" and steps[place + 1].opname.startswith("CALL"))
-        for place, one in enumerate(steps)
-        if one.argval == "train_dataloader"
+    raise ConfigError(
+        "callback_handler.train_dataloader was iterated, whose rows would not be those of TRL: iterate a "
+        "loader of your own, made once, such as trainer.get_train_dataloader(), or use groupwise.GRPOTrainer "
+        "with dynamic_sampling=True"
     )
 
 

@@ -21,6 +21,7 @@ from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.evaluation import num_valid_rows
+from groupwise.data.loaders import GenerationBatches
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generation.base import RUN_SETTINGS
@@ -53,8 +54,8 @@ from groupwise.trl_hooks.checks import (
     NOT_CALLED_WITH_TOOLS,
     REFUSED_METHODS,
     check_objective,
-    check_resampling,
     check_settings,
+    refuse_resampling,
     refuses_images,
     warn_of_callbacks,
 )
@@ -147,7 +148,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         has_tools = getattr(self, "agents", None) is not None  # unknown before the trainer is built
         refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
         check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
-        check_resampling(self)
 
     def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
@@ -160,6 +160,12 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
         return None
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Return the number of prompts for ``Trainer``, which counts this loader; iterating it is refused."""
+        if isinstance(dataloader.batch_sampler, GenerationBatches):  # not a loader of a subclass
+            dataloader.batch_sampler.make_source = refuse_resampling
+        return super().num_examples(dataloader)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the order of the rows of an evaluation, that of TRL; groups stay together."""
