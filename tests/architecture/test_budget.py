@@ -114,10 +114,10 @@ def test_comments_are_counted_and_strings_are_not() -> None:
 def test_members_of_the_trainer() -> None:
     """What a reader of the trainer has to know: everything that is not ``transformers.Trainer``'s own."""
     from groupwise import GRPOTrainer
-    from groupwise.compat.trl import UnreadAttribute
+    from groupwise.compat.trl import AbsentAttribute
     from groupwise.config.changes import SettingAttribute
 
     own = [cls for cls in GRPOTrainer.__mro__ if cls.__module__.startswith("groupwise.")]
     members = {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
-    apart = (UnreadAttribute, SettingAttribute)
+    apart = (AbsentAttribute, SettingAttribute)
     assert 0 < sum(not isinstance(value, apart) for value in members.values()) <= MEMBERS

@@ -45,18 +45,76 @@ def test_a_method_of_trl_that_a_script_sets_on_the_trainer_is_refused(tmp_path):
         patched.train()
 
 
-def test_records_are_not_read_as_dictionaries(tmp_path):
-    class Step(GRPOTrainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            inputs[0]["prompt"]
+def read(record, key):
+    return record[key]
 
-    class Loss(GRPOTrainer):
+
+class Step(GRPOTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return read(inputs, 0)
+
+
+class Loss(GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return read(inputs, "completion_mask")
+
+
+class Metrics(GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        getattr(self, "_met" + "rics")["train"]["x"].append(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Step, r"AccumulationWindow has no key 0; its fields are attributes\. A subclass written for TRL: "),
+        (
+            Loss,
+            r"no key 'completion_mask'; its fields are attributes: completion_mask_BT\. A subclass ",
+        ),
+        (Metrics, r"trainer\._metrics does not exist; use record_metric\(.*\. A subclass written for TRL"),
+    ],
+)
+def test_what_only_trls_trainer_has_is_an_error_that_names_the_counterpart(tmp_path, kind, message):
+    with pytest.raises((TypeError, AttributeError), match=rf"{message}.*groupwise\.trl_hooks import"):
+        trainer(tmp_path, kind=kind).train()
+
+
+def test_a_source_that_reads_what_only_trls_trainer_has_is_refused_before_the_model_is_loaded(tmp_path):
+    class Appends(GRPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            inputs["advantages"]
+            self._metrics["train"]["x"].append(1.0)
 
-    for subclass, record in ((Step, "AccumulationWindow"), (Loss, "MicroBatch")):
-        with pytest.raises(TypeError, match=f"'{record}' object is not subscriptable"):
-            trainer(tmp_path / subclass.__name__, kind=subclass).train()
+    class Subscripts(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return (inputs["advantages"] * inputs["completion_mask"]).sum()
+
+    class Calls(Subscripts):
+        def compute_loss(self, model, batch, return_outputs=False, num_items_in_batch=None):
+            return self._get_per_token_logps_and_entropies(model, batch.completion_ids_BT, None, 4)
+
+    for kind, message in (
+        (Appends, r"Appends reads self\._metrics, which does not exist; use record_metric"),
+        (Subscripts, r"Subscripts\.compute_loss reads inputs\['advantages'\], but inputs is a MicroBatch"),
+        (Calls, r"Calls reads self\._get_per_token_logps_and_entropies.* use compute_logprobs"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{message}.*from groupwise\.trl_hooks import"):
+            kind(str(tmp_path / "absent"), count_reward)
+
+
+def test_a_subclass_may_have_its_own_attributes_and_dictionaries_of_these_names(tmp_path):
+    class Own(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self._step = getattr(self, "_step", 0) + 1
+            if hasattr(self, "_metrics"):
+                self._metrics["train"]["x"].append(1.0)
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            inputs = {"steps": self._step}
+            return loss * (inputs["steps"] > 0)
+
+    made = trainer(tmp_path, kind=Own)
+    made.train()
+    assert made._step == 2
 
 
 def test_a_hook_replaced_on_the_class_of_the_library_is_refused(tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, nearest_name
 
 Trainer = TypeVar("Trainer", bound=type)
 
@@ -71,6 +71,17 @@ UNREAD_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
         "environment_factories": "the argument environment_factory of the trainer",
         "vllm_generation": "trainer.backend, whose generate(prompt_ids, SamplingOptions()) and "
         "sync_weights(...) do the same",
+    }
+)
+
+#: Attributes of TRL's trainer that do not exist here, and their counterparts; a subclass may set its own.
+ABSENT_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
+    {
+        **REFUSED_METHODS,
+        "_metrics": "record_metric(name, value), or log_metric in a reward function",
+        "_logs": "log_extra in a reward function",
+        "_step": "state.global_step",
+        "_buffered_inputs": "buffer",
     }
 )
 
@@ -157,7 +168,17 @@ def is_trl_default(name: str, value: object) -> bool:
     return any(name in table and value == table[name] for table in (TRL_DEFAULTS, TRL_SPELLINGS))
 
 
-class UnreadAttribute:
+class AbsentAttribute:
+    """Attribute of ``ABSENT_ATTRIBUTES``: reading it is an error with the counterpart."""
+
+    def __init__(self, name: str, way_out: str) -> None:
+        self.name, self.way_out = name, f"{way_out}. A subclass written for TRL: {TRL_HOOKS}"
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
+
+
+class UnreadAttribute(AbsentAttribute):
     """Attribute of ``UNREAD_ATTRIBUTES``: an assignment, which would change nothing, is an error.
 
     Args:
@@ -171,18 +192,30 @@ class UnreadAttribute:
         self.name, self.way_out = name, UNREAD_ATTRIBUTES[name]
 
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
-        if trainer is None or self.read is None:
-            raise AttributeError(f"trainer.{self.name} does not exist; use {self.way_out}")
-        return self.read(trainer)
+        return super().__get__(trainer) if trainer is None or self.read is None else self.read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:
         raise ConfigError(f"trainer.{self.name} is not read: use {self.way_out}")
 
 
 def refuse_unread(trainer_class: Trainer) -> Trainer:
-    """Class decorator: refuse assignments to ``UNREAD_ATTRIBUTES``."""
+    """Class decorator: refuse assignments to ``UNREAD_ATTRIBUTES``, and reads of ``ABSENT_ATTRIBUTES``."""
     for name in UNREAD_ATTRIBUTES:
         attribute = UnreadAttribute()
         attribute.__set_name__(trainer_class, name)
         setattr(trainer_class, name, attribute)
+    for name, way_out in ABSENT_ATTRIBUTES.items():
+        if not hasattr(trainer_class, name):  # else a method of transformers
+            setattr(trainer_class, name, AbsentAttribute(name, way_out))
     return trainer_class
+
+
+class WithoutKeys:
+    """Base of a record that TRL passes as a dictionary: a subscript is an error that names the field."""
+
+    def __getitem__(self, key: object) -> NoReturn:
+        field = nearest_name(str(key), getattr(self, "__dataclass_fields__", ()), cutoff=0.6)
+        raise TypeError(
+            f"{type(self).__name__} has no key {key!r}; its fields are attributes{field and f': {field}'}. A "
+            f"subclass written for TRL: {TRL_HOOKS}"
+        )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from groupwise.compat.trl import WithoutKeys
 from groupwise.core.metrics import Mean
 from groupwise.data.rebalancing import WindowStats
 from groupwise.errors import TrainingError
 from groupwise.records import MicroBatch
 
 
-class AccumulationWindow:
+class AccumulationWindow(WithoutKeys):
     """Micro-batches of one optimizer step of this rank, taken one after the other.
 
     ``Trainer`` receives the window once per micro-batch, as ``inputs`` that it counts and does not read.

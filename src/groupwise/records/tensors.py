@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from groupwise.compat.trl import WithoutKeys
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.records.images import ImageInputs
 from groupwise.records.rollout import SamplerSettings
@@ -51,7 +52,7 @@ def _axes(record: Any) -> dict[str, _Axis]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBatch:
+class TokenBatch(WithoutKeys):
     """Token ids and masks of B sequences on the training device.
 
     Example: prompts ``[5, 6]`` and ``[7]``, completions ``[8, 2]`` and ``[9]``::
