@@ -53,6 +53,7 @@ from groupwise.hf.arguments import (
     check_source,
     rewards_read_rows,
     warn_of_rollout_settings,
+    with_known_arguments,
 )
 from groupwise.hf.base import BaseTrainer
 from groupwise.hf.step_state import Attribute, Stateful
@@ -150,6 +151,7 @@ class GRPOTrainer(
     window: AccumulationWindow
     liger_loss: LigerLoss | None  # None: log-probs, then the objective
 
+    @with_known_arguments
     def __init__(
         self,
         model: str | PreTrainedModel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -81,6 +82,17 @@ def test_texts_use_the_words_of_the_field(path):
         assert problems(path), f"{name} is finished: take it off UNFINISHED"
     else:
         assert problems(path) == []
+
+
+def test_messages_give_the_remedy_and_no_page_that_an_installed_package_lacks():
+    found = {}
+    for path in SOURCES:
+        source = path.read_text()
+        strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+        pages = [text for text in strings if re.search(r"\bdocs/|\w\.md\b", str(text))]
+        found[path] = [text for text in pages if inspect.cleandoc(text) not in docstrings(source)]
+    names = {"README.md", "memory.md"}
+    assert not {path.name: texts for path, texts in found.items() if {*texts} - names}
 
 
 def test_unfinished_files_exist():

@@ -148,6 +148,13 @@ def _on(monkeypatch, device: str, native: bool) -> None:
     warn_once.cache_clear()
 
 
+def test_bf16_is_on_where_it_is_asked_for(build, monkeypatch):
+    monkeypatch.setattr(grpo_config, "_device_type", lambda use_cpu: "cpu")
+    config = build(bf16=True)
+    assert (config.bf16, config.use_cpu, config.mixed_precision) == (True, True, "bf16")
+    assert build(bf16=False).use_cpu is False
+
+
 def test_bf16_is_on_where_it_is_native(build, monkeypatch, caplog):
     _on(monkeypatch, "cpu", native=True)
     config = build(bf16=None)

@@ -213,12 +213,59 @@ def test_a_model_without_name_or_path_needs_a_tokenizer(tmp_path):
             "is a DatasetDict of 'train', 'test'; pass one",
         ),
         ("trl-lib/tldr", "is the string 'trl-lib/tldr'; pass a dataset"),
+        ({"prompt": ["w1"] * 8}, r"is a dict of columns; pass datasets\.Dataset\.from_dict\(train_dataset\)"),
+        (prompts().to_pandas(), r"is a DataFrame; pass datasets\.Dataset\.from_pandas\(train_dataset\)"),
+        (prompts().data.table, r"is a Table; pass datasets\.Dataset\(train_dataset\)"),
+        (["item 1", "item 2"], "has the row 'item 1', of type str; a row is a dictionary with a 'prompt'"),
+        ([{"prompt": "w1"}, "item 2"], "has the row 'item 2', of type str"),
     ],
-    ids=["splits", "name"],
+    ids=["splits", "name", "columns", "frame", "table", "texts", "one text"],
 )
 def test_datasets_of_a_wrong_type_are_refused(tmp_path, dataset, message):
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, train_dataset=dataset)
+
+
+def wants_one(completion, answer):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokenizer": None}, "argument 'tokenizer': write processing_class"),
+        ({"reward_func": None}, "unknown argument 'reward_func'; nearest: 'reward_funcs'"),
+        ({"learning_rate": 1e-6}, "argument 'learning_rate': pass it to GRPOConfig"),
+        (
+            {"args": count_reward},
+            r"builtins\.function; it must be a .*: model, reward_funcs, args, ",
+        ),
+        ({"reward_funcs": [1.0, 0.0]}, r"holds 1\.0 \(float\); .*pass a function itself, not the result of"),
+        (
+            {"reward_funcs": wants_one},
+            r"an entry .*: rename completion to completions, and add \*\*",
+        ),
+        ({"reward_funcs": "correct"}, r"reward model 'correct' .a text is the id .* pass a function itself"),
+        ({"peft_config": {"r": 16}}, r"peft_config is a dict; .* as peft\.LoraConfig\(\*\*\{'r': 16\}\)"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named_before_the_model_is_loaded(tmp_path, arguments, message):
+    kept = {"model": "absent", "reward_funcs": count_reward, "train_dataset": prompts()}
+    kept["args"] = GRPOConfig(str(tmp_path), bf16=False, max_completion_length=4)
+
+    class Theirs(GRPOTrainer):
+        def __init__(self, **given):
+            super().__init__(**given)
+
+    for kind in (GRPOTrainer, Theirs):
+        with pytest.raises(ConfigError, match=message):
+            kind(**{**kept, **arguments})
+
+
+def test_rewards_that_are_all_none_are_said_once(tmp_path, caplog):
+    warn_once.cache_clear()
+    trainer(tmp_path, lambda completions, **_: [None] * len(completions)).train()
+    assert caplog.text.count("every reward of a generation is None, and nothing is trained") == 1
 
 
 class Rows(list):
@@ -509,7 +556,7 @@ def test_columns_that_are_not_in_the_dataset_may_come_from_elsewhere(tmp_path):
 @pytest.mark.parametrize("kind", ["model", "reward"])
 def test_a_wrong_id_is_named_before_the_policy_is_loaded(tmp_path, not_loaded, kind):
     given = {"model": "no/such-model"} if kind == "model" else {"rewards": "no/such-model"}
-    message = f"^{'reward ' * (kind == 'reward')}model 'no/such-model' raised OSError: "
+    message = f"^{'reward ' * (kind == 'reward')}model 'no/such-model'.* raised OSError: "
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, **given)
 

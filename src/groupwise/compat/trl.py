@@ -150,6 +150,14 @@ ARGUMENTS = (
 )
 
 
+#: Other names of the trainer's arguments, and the way out.
+RENAMED_ARGUMENTS = {
+    "tokenizer": "write processing_class",
+    "config": "write args",
+    "dataset": "write train_dataset",
+}
+
+
 def reason_not_a_setting(name: str, *, in_file: bool = True) -> str:
     """Return why a name of older versions or of a script is refused, and the way out; empty for other names.
 

@@ -133,6 +133,11 @@ def parse_strings(config: GRPOFields) -> None:
         value = getattr(config, name)
         if isinstance(value, str):
             setattr(config, name, _parse(value, setting.types))
+        elif value is False and "off" in setting.choices:  # YAML reads off and no as False
+            setattr(config, name, "off")
+    for name in ("eval_strategy", "logging_strategy", "save_strategy"):
+        if getattr(config, name) is False:
+            setattr(config, name, "no")
     if isinstance(config.reward_weights, list):
         weights = [_parse(weight, frozenset({float})) for weight in config.reward_weights]
         config.reward_weights = cast("list[float]", weights)
@@ -199,7 +204,9 @@ def resolve_precision(config: GRPOFields) -> None:
     """Resolve ``bf16=None``; call it before ``TrainingArguments`` derives ``mixed_precision`` from it."""
     # `accelerate launch --mixed_precision` sets only the environment of this process
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    device_type = _device_type(config.use_cpu)
     if config.bf16 is not None:
+        config.use_cpu |= config.bf16 is True and device_type == "cpu"  # else TrainingArguments refuses bf16
         if not (config.bf16 or config.fp16) and launched_with != "no":
             warn_once(
                 logger,
@@ -211,7 +218,6 @@ def resolve_precision(config: GRPOFields) -> None:
     if config.fp16 or launched_with not in ("no", "bf16"):
         config.bf16 = False
         return
-    device_type = _device_type(config.use_cpu)
     config.bf16 = launched_with == "bf16" or computes_bf16_natively(device_type)
     if not config.bf16:
         warn_once(

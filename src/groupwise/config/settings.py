@@ -179,8 +179,10 @@ def violation(given: str, allowed: str, nearest: str) -> str:
     return f"{given}; allowed: {allowed}; nearest valid: {nearest}"
 
 
-def refuse_unknown(given: Mapping[str, tuple[str, str]], options: Collection[str]) -> None:
-    """Refuse names that are not settings, all in one message.
+def refuse_unknown(
+    given: Mapping[str, tuple[str, str]], options: Collection[str], what: str = "settings"
+) -> None:
+    """Refuse names that are not settings, or arguments, all in one message.
 
     Args:
         given: name, and the way out where it is known, by how the message shows the name.
@@ -195,7 +197,7 @@ def refuse_unknown(given: Mapping[str, tuple[str, str]], options: Collection[str
         hint = f"; nearest: {'--' * shown.startswith('flag') + nearest!r}" if nearest else ""
         lines.append(f"{shown}: {reason}" if reason else f"unknown {shown}{hint}")
     if lines:
-        raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no settings:", *lines]))
+        raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no {what}:", *lines]))
 
 
 def check_value(name: str, value: object, kind: type, **bounds: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain, islice, product, zip_longest
 from typing import Any
 
@@ -11,10 +12,17 @@ from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck, known_prompts
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, shortened
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
 from groupwise.tokenization.prompts import prompt_digest
+
+#: Tables of other libraries, by package, and the dataset to pass.
+_TABLES = {
+    "pandas": "datasets.Dataset.from_pandas({})",
+    "polars": "datasets.Dataset.from_polars({})",
+    "pyarrow": "datasets.Dataset({})",
+}
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -71,6 +79,10 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
 
 
 def check_dataset(name: str, dataset: Any) -> None:
+    if way_out := _TABLES.get(type(dataset).__module__.partition(".")[0]):
+        raise ConfigError(f"{name} is a {type(dataset).__name__}; pass {way_out.format(name)}")
+    if isinstance(dataset, dict) and "prompt" in dataset:
+        raise ConfigError(f"{name} is a dict of columns; pass datasets.Dataset.from_dict({name})")
     if isinstance(dataset, dict):  # what load_dataset returns without a split
         splits = ", ".join(map(repr, dataset))
         raise ConfigError(f"{name} is a {type(dataset).__name__} of {splits}; pass one of these datasets")
@@ -82,6 +94,10 @@ def check_dataset(name: str, dataset: Any) -> None:
     if not is_streaming(dataset):
         if len(dataset) == 0:
             raise ConfigError(f"{name} is empty")
+        for row in () if columns else dataset if isinstance(dataset, (list, tuple)) else [dataset[0]]:
+            if not isinstance(row, Mapping):
+                given = f"{name} has the row {shortened(row)}, of type {type(row).__name__}"
+                raise ConfigError(f"{given}; a row is a dictionary with a 'prompt' and what rewards need")
         columns = columns or list(dataset[0])
     if columns and "prompt" not in columns:
         raise ConfigError(f"{name} has no 'prompt' column; its columns are {', '.join(map(repr, columns))}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import logging
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,10 +19,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
-from groupwise.compat.trl import TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
+from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
 from groupwise.compat.versions import check_version
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.settings import default_of
+from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import unsupported_parallelism
 from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import check_model
@@ -64,8 +65,26 @@ def check_methods(trainer: object, refused: Mapping[str, str], way_out: str) -> 
     if found:
         raise ConfigError(
             f"{type(trainer).__name__} defines {', '.join(found)}, which this trainer never calls: override "
-            f"the named methods instead, or rename your own helper. {way_out}; see docs/migrating.md"
+            f"the named methods instead, or rename your own helper. {way_out}"
         )
+
+
+def with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate the trainer's constructor: refuse unknown names, with the nearest one or where they belong."""
+    known, settings = inspect.signature(init).parameters, GRPOConfig.__dataclass_fields__
+    way_out = "pass it to GRPOConfig"
+
+    @functools.wraps(init)
+    def checked(self: object, *args: Any, **kwargs: Any) -> None:
+        given = {
+            f"argument {name!r}": (name, RENAMED_ARGUMENTS.get(name) or way_out * (name in settings))
+            for name in kwargs
+            if name not in known
+        }
+        refuse_unknown(given, known, f"arguments of {type(self).__name__}")
+        init(self, *args, **kwargs)
+
+    return checked
 
 
 def check_source(trainer: object) -> None:
@@ -139,7 +158,8 @@ def check_arguments(
         args = config_class(f"{model_name(model)}-GRPO")
     if not isinstance(args, GRPOConfig):
         raise ConfigError(
-            f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig"
+            f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig "
+            "(order of the arguments: model, reward_funcs, args, train_dataset)"
         )
     if not _TRL.isdisjoint(sys.modules):  # else a script that was not written for TRL
         warn_of_defaults(args, args.given)

@@ -93,6 +93,8 @@ class RewardMixin:
         at_rows = partial(_at_rows, kept, num_rows=len(rollouts))
         rewards_FB = [at_rows(values, fill=math.nan) for values in calls.rewards_FB]
         rewards = self._gather_rewards(rewards_FB, rollouts, failure)  # (F, B) -> (N, F)
+        if kept and not rewards.step_rewards and bool(rewards.rewards_NF.isnan().all()):
+            warn_once(logger, "every reward of a generation is None, and nothing is trained: return numbers")
         for column, steps_N in rewards.step_rewards.items():
             if isinstance(scorer := self.reward_callables[column], StepScorer):
                 scorer.warn_if_unsplit(names[column], steps_N)

@@ -213,6 +213,11 @@ def check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
             "they were added by model.add_adapter or by loading an adapter as a model. "
             f"Pass the base model and peft_config, or model={_TRAIN_FURTHER.format(base, 'adapter')}"
         )
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        example = f"LoraConfig(**{peft_config})" if isinstance(peft_config, dict) else "LoraConfig(r=16)"
+        raise ConfigError(
+            f"peft_config is a {type(peft_config).__name__}; pass one of PEFT, such as peft.{example}"
+        )
     for one in adapters_of(model, peft_config):
         task = getattr(one.task_type, "value", one.task_type)
         if task not in (None, "CAUSAL_LM"):

@@ -100,8 +100,9 @@ class LogprobMismatchCheck:
     def _report(self, gap: float, tolerance: float) -> None:
         message = (
             f"the sampler's log-probs differ from the trainer's by {gap:.2g} nats per token on average "
-            f"(rounding accounts for at most {tolerance:.2g}); causes and remedies: "
-            "docs/troubleshooting.md#log-prob-mismatch"
+            f"(rounding accounts for at most {tolerance:.2g}). If it grows by the step, weights are not "
+            "synced; otherwise give both sides one temperature (vLLM: --logprobs-mode "
+            "processed_logprobs), top_p, top_k and min_p, chat template and dtype"
         )
         if self.action == "error":
             raise BackendError(f"{message} (logprob_mismatch_check='warn' continues training)")

@@ -270,7 +270,8 @@ class _LogLines(TrainerCallback):
         if self.without_gradient == WITHOUT_GRADIENT:
             logger.warning(
                 "the rewards of every group were equal in the last %d logs (zero std 100%%): nothing is "
-                "trained; docs/troubleshooting.md has the causes and what to change",
+                "trained. If the rewards are low, use easier prompts, partial credit or a larger "
+                "num_generations; if they are high, harder prompts; if all are one value, check the reward",
                 WITHOUT_GRADIENT,
             )
 

@@ -61,7 +61,8 @@ def is_process_reward(function: object, trust_remote_code: bool = False) -> bool
     if isinstance(function, PreTrainedModel):
         return any(_is_token_classifier(kind.__name__) for kind in type(function).__mro__)
     if isinstance(function, str):
-        with boundary(ConfigError, f"reward model {function!r}"):
+        name = f"reward model {function!r} (a text is the id or directory of a model; pass a function itself)"
+        with boundary(ConfigError, name):
             config = AutoConfig.from_pretrained(function, trust_remote_code=trust_remote_code)
         classes = [*(config.architectures or ()), *getattr(config, "auto_map", {})]
         return any(_is_token_classifier(name) for name in classes)

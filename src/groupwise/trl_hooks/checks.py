@@ -80,7 +80,7 @@ IMAGE_INPUTS = (
 
 NO_IMAGES = (
     "groupwise.trl_hooks does not support images; use groupwise.GRPOTrainer, whose generate_rollouts, "
-    "compute_logprobs and compute_policy_loss receive them in records (docs/vlm.md)"
+    "compute_logprobs and compute_policy_loss receive them in records"
 )
 
 
@@ -137,7 +137,7 @@ def check_settings(args: GRPOConfig, processing_class: Any) -> None:
         if getattr(args, name) != default:
             raise ConfigError(
                 f"{name}={getattr(args, name)!r} {reason}, so groupwise.trl_hooks does not support it; set "
-                f"{name}={default!r}, or {counterpart} (docs/migrating.md)"
+                f"{name}={default!r}, or {counterpart}"
             )
     if args.use_liger_kernel and args.device.type != "cuda":
         logger.warning(

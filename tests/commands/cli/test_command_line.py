@@ -93,6 +93,8 @@ def test_a_run_trains_an_adapter(run_file):
         ({}, ["--max-step=1"], "unknown flag '--max-step'; nearest: '--max_steps'"),
         ({}, ["--num_gen", "4"], "unknown flag '--num_gen'"),
         ({}, ["0.1"], "'0.1' is not the value of a flag"),
+        ({"rewards": "my_rewards"}, [], "or the id of a reward model; nearest: 'my_rewards:function'"),
+        ({"rewards": "my_rewards.even"}, [], "nearest: 'my_rewards:even'"),
         ({}, ["--beta", "much"], "invalid float value: 'much'"),
         ({"loss_type": "grop"}, [], "nearest valid: 'grpo'"),
         ({"num_generations": 3}, [], "nearest valid: generation_batch_size 12, or num_generations 2 or 4"),
@@ -123,6 +125,35 @@ def test_invalid_input_is_reported_without_a_traceback(run_file, capfd, changes,
     shown = capfd.readouterr().err
     assert "groupwise: error: " in shown and message in shown
     assert "Traceback" not in shown
+
+
+def test_a_run_file_is_the_first_argument_and_its_off_is_a_word(run_file):
+    path = run_file(save_strategy=False, logprob_mismatch_check=False)  # as YAML reads no and off
+    for command in ("train", "doctor"):
+        _, config = read_run([path, "--max_steps", "3"], command)
+        assert config.save_strategy == "no" and config.max_steps == 3
+        assert config.logprob_mismatch_check == "off"
+
+
+def test_a_key_that_is_given_twice_is_named_with_file_and_line(run_file):
+    path = Path(run_file())
+    lines = path.read_text().splitlines()
+    for text, key, line in (("max_steps: 4", "max_steps", 1), ("lora:\n  r: 4\n  r: 8", "r", 3)):
+        path.write_text("\n".join([*lines, text]))
+        place = rf'the key {key!r} is given twice; keep one\n +in "{path}", line {len(lines) + line}'
+        with pytest.raises(ConfigError, match=place):
+            read_run([str(path)], "train")
+
+
+def test_a_broken_line_of_a_dataset_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"\n{"prompt": "c"}\n')
+    with pytest.raises(ConfigError, match=rf"{path}, line 3: Expecting ',' delimiter: .*JSON parse error"):
+        load_rows(str(path), "train")
+    table = tmp_path / "rows.csv"
+    table.write_text("prompt,answer\na,b\na,b,c\n")
+    with pytest.raises(ConfigError, match=rf"{table}: .*Expected 2 fields in line 3, saw 3"):
+        load_rows(str(table), "train")
 
 
 def test_the_traceback_is_shown_on_request(run_file, capfd):

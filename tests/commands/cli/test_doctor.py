@@ -224,7 +224,7 @@ def test_strings_among_chats_are_a_warning(run_file, capfd):
     path = run_file(dataset="chats.jsonl")
     assert main(["doctor", "--no_model", "--config", path]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "warn prompts some prompts are strings, others are chat messages" in shown
+    assert "warn prompts some prompts are strings, others messages; write all as messages" in shown
 
 
 def test_lengths_against_limits():
@@ -233,7 +233,7 @@ def test_lengths_against_limits():
     assert found.text == "tokens of 20 prompts: min 1, median 5, 95% 90, max 90"
     cut = list(length_findings(lengths, config(max_prompt_length=4), 300, "them"))
     assert texts(cut, "warn") == [
-        "max_prompt_length=4 truncates 10 of 20 from the left; no truncation from 90 on"
+        "max_prompt_length=4 truncates 10 of 20 from the left; set it to 90 to keep all whole"
     ]
     assert texts(cut, "ok")[1] == "longest prompt and completion: 260 of 300 positions"
 
@@ -248,7 +248,7 @@ CLOSED = (
 def test_tokenizers():
     tokenizer = runs.tokenizer()
     assert not texts(tokenizer_findings(tokenizer, [1], "w1", {}), "fail")
-    assert "no completion can end" in texts(tokenizer_findings(tokenizer, [], "w1", {}), "fail")[0]
+    assert "can end; set eos_token" in texts(tokenizer_findings(tokenizer, [], "w1", {}), "fail")[0]
     assert "ends prompts" in texts(tokenizer_findings(tokenizer, [1], "w1 <eos>", {}), "fail")[0]
 
 
@@ -257,7 +257,9 @@ def test_templates():
     tokenizer.chat_template = CLOSED.replace("%s", "<eos>")
     assert not texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")
     tokenizer.chat_template = CLOSED.replace("%s", "w3")
-    assert "run to the length limit" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
+    assert (
+        "length limit; make the last token" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
+    )
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     assert "no effect" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
 

@@ -68,8 +68,8 @@ def length_findings(
     if cut:
         yield warn(
             "prompts",
-            f"max_prompt_length={limit} truncates {cut} of {len(lengths)} from the left; no truncation from "
-            f"{ordered[-1]} on",
+            f"max_prompt_length={limit} truncates {cut} of {len(lengths)} from the left; set it to "
+            f"{ordered[-1]} to keep all whole",
         )
     if context is not None:
         total = min(ordered[-1], limit) + config.max_completion_length
@@ -91,7 +91,7 @@ def tokenizer_findings(
         names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in end_tokens)
         yield ok("tokenizer", f"completions end with {names}")
     else:
-        yield fail("tokenizer", "model and tokenizer have no end token: no completion can end")
+        yield fail("tokenizer", "model and tokenizer have no end token: no completion can end; set eos_token")
     if tokenizer.pad_token_id in end_tokens:
         yield ok("tokenizer", f"padding is an end token ({tokenizer.pad_token!r}); masks distinguish them")
     if is_conversational(prompt):
@@ -115,16 +115,23 @@ def _template_findings(
     answered = render([*prompt, {"role": "assistant", "content": "Paris"}])
     if prompt[-1]["role"] != "assistant" and with_generation_prompt == bare:
         yield warn(
-            "template", "add_generation_prompt has no effect: the prompt does not start an assistant turn"
+            "template",
+            "add_generation_prompt has no effect: the prompt does not start an assistant turn; end the chat "
+            "template with the assistant's header if add_generation_prompt",
         )
     if not answered.startswith(with_generation_prompt):
-        yield warn("template", "a chat with an answer does not start with the rendered prompt")
+        yield warn(
+            "template",
+            "a chat with an answer does not start with the rendered prompt; use a "
+            "template that prints earlier turns unchanged, or chat_template_kwargs that make it",
+        )
     after = answered.rpartition("Paris")[2]
     closing = tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
     if closing and not set(closing) & set(end_tokens):
         yield warn(
             "template",
-            f"answers end with {after!r}, without an end token: completions may run to the length limit",
+            f"answers end with {after!r}, without an end token: completions may run to the length limit; "
+            "make the last token of an answer an eos_token_id of the model's generation config",
         )
     else:
         yield ok("template", f"a prompt ends with {with_generation_prompt[-40:]!r}, an answer with {after!r}")

@@ -80,7 +80,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
     shown = ", ".join(f"{name}={value}" for name, value in card_settings(config).items())
     missing = unmet("transformers", ("tokenizers", "huggingface-hub", "kernels"))
     if missing:
-        text = f"transformers {transformers.__version__} needs {', '.join(missing)}; see docs/install.md"
+        text = f"transformers {transformers.__version__} needs {', '.join(missing)}; install these versions"
         report.add([warn("versions", text)])
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
@@ -172,7 +172,7 @@ def _check_prompts(
     stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
     rows = [train_dataset[i] for i in range(0, len(train_dataset), stride)][:_MAX_ROWS]
     if len({is_conversational(row["prompt"]) for row in rows}) > 1:
-        report.add([warn("prompts", "some prompts are strings, others are chat messages")])
+        report.add([warn("prompts", "some prompts are strings, others messages; write all as messages")])
     tokenizer = text_tokenizer(processor)  # images are not counted
     texts = [row["prompt"] for row in rows if not is_conversational(row["prompt"])]
     problems = {text_problem(tokenizer, text, adds_bos=not is_processor(processor)) for text in texts}

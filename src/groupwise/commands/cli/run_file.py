@@ -55,6 +55,18 @@ class RunArguments:
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a key which a mapping has twice; YAML's own keeps the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if names[place] in names[:place]:
+                problem = f"the key {key.value!r} is given twice; keep one"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 class _Parser(HfArgumentParser):
     """Parser that raises ConfigError instead of printing the usage and exiting."""
 
@@ -87,10 +99,12 @@ def read_run(
     Raises:
         ConfigError: unreadable file, unknown keys or flags (all of them), or invalid settings.
     """
+    if arguments and arguments[0].endswith((".yaml", ".yml")):
+        arguments = ["--config", *arguments]
     parser = _Parser(
         [RunArguments, config_class],  # type: ignore[list-item]
         prog=f"groupwise {command}",
-        usage=f"groupwise {command} --config run.yaml [--field value ...]",  # not 250 flags
+        usage=f"groupwise {command} run.yaml [--field value ...]",  # not 250 flags
         allow_abbrev=False,
         description="Every setting can be a key of the YAML file or a flag; flags override the file.",
     )
@@ -128,8 +142,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     """
     if not Path(path).is_file():
         raise ConfigError(f"--config {path}: no such file")
-    with boundary(ConfigError, f"reading {path}"):
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    with boundary(ConfigError, f"reading {path}"), open(path, encoding="utf-8") as file:
+        content = yaml.load(file, _Loader)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} contains {type(content).__name__}; it must contain 'setting: value' lines")
     return content
@@ -160,7 +174,7 @@ def _check_names(
             wrong[text] = name, reason_to_refuse(name)
     refuse_unknown(wrong, [*known, *TRL_KEYS])
     if extra:
-        raise ConfigError(f"{extra[0]!r} is not the value of a flag; write --field value")
+        raise ConfigError(f"{extra[0]!r} is not the value of a flag; write FILE --field value")
 
 
 def _normalize(run: RunArguments) -> None:

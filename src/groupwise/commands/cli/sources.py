@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -51,7 +52,10 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Datase
         if path.suffix in _READERS:
             if not path.is_file():
                 raise FileNotFoundError("no such file")
-            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+            try:
+                return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+            except Exception as error:
+                raise ValueError(f"{path}{_broken_line(path)}: {_origin(error)}") from error
         if path.is_file():
             raise ValueError(f"file type is not supported; allowed: {', '.join(_READERS)}")
         if (path / "dataset_dict.json").is_file():
@@ -59,6 +63,21 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Datase
         if (path / "state.json").is_file():
             return load_from_disk(str(path))
         return load_dataset(str(path) if path.is_dir() else source, config_name, split=split)
+
+
+def _origin(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _origin(error.__cause__)
+
+
+def _broken_line(path: Path) -> str:
+    """Return the place of the first line of a JSONL file that is no JSON; empty without one."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.suffix == ".jsonl" else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line.strip() or "0")
+        except ValueError as error:
+            return f", line {number}: {error}"
+    return ""
 
 
 def resolve_reward(spec: object) -> RewardFunction | str:
@@ -84,7 +103,11 @@ def resolve_reward(spec: object) -> RewardFunction | str:
 def _from_library(name: str) -> Callable[..., Any]:
     known = [item for item in rewards.__all__ if "reward" in item.lower() or "punishment" in item]
     if name not in known:
+        module, _, function = name.rpartition(".")
         nearest = nearest_name(name, known)
+        for found in (f"{name}:function", f"{module}:{function}"):
+            if Path(f"{found.partition(':')[0].replace('.', '/')}.py").is_file():
+                nearest = found
         raise ConfigError(
             f"reward {name!r} is not in groupwise.rewards; allowed: {', '.join(known)}, module:function, or "
             f"the id of a reward model; nearest: {nearest!r}"
@@ -98,7 +121,7 @@ def import_object(path: str) -> Any:
     Raises:
         ConfigError: no such module or name, or importing the module fails.
     """
-    module_name, _, name = path.partition(":")
+    module_name, _, name = path.replace(".py:", ":").partition(":")
     if not module_name or not name:
         raise ConfigError(f"{path!r} is not an import path; write module:function")
     if os.getcwd() not in sys.path:

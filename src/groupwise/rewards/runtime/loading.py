@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError, nearest_name
+from groupwise.errors import ConfigError, nearest_name, shortened
 from groupwise.policy.introspection import check_model, unwrapped
 from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
@@ -126,8 +126,9 @@ def _check_function(function: RewardFunc) -> None:
         return
     if not callable(function):
         raise ConfigError(
-            f"reward_funcs holds {function!r} ({type(function).__name__}); allowed: callables, sequence- and "
-            "token-classification models, ids of such models, and ProcessRewardModel"
+            f"reward_funcs holds {shortened(function)} ({type(function).__name__}); allowed: callables, "
+            "sequence- and token-classification models, ids of such models, and ProcessRewardModel; pass a "
+            "function itself, not the result of its call"
         )
     if module := mark_of(function, "required_package"):
         try:
@@ -138,9 +139,12 @@ def _check_function(function: RewardFunc) -> None:
     refused = [name for name in _ALWAYS if name not in parameters]
     takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if parameters and refused and not takes_others:
+        single = [name for name in ("prompt", "completion") if name in parameters]
+        renamed = "".join(f"rename {name} to {name}s, and " for name in single)
         raise ConfigError(
             f"reward function {reward_name(function)!r} does not accept {', '.join(refused)}; these and "
-            "every dataset column are passed as keyword arguments: add **kwargs to its parameters"
+            "every dataset column are passed as keyword arguments, lists with an entry per completion: "
+            f"{renamed}add **kwargs to its parameters"
         )
 
 
