@@ -289,9 +289,9 @@ def test_unknown_arguments_are_in_one_message_with_the_nearest_name_and_the_way_
         "7 name(s) that are no settings:",
         "  - unknown argument 'num_generation'; nearest: 'num_generations'",
         "  - unknown argument 'betta'; nearest: 'beta'",
-        "  - unknown argument 'frequency'",
-        "  - argument 'evaluation_strategy': removed from TrainingArguments in transformers 5; write "
-        "eval_strategy",
+        "  - unknown argument 'frequency'; names of other versions and libraries: "
+        '"Coming from TRL" in the documentation',
+        "  - argument 'evaluation_strategy': write eval_strategy",
         "  - argument 'vllm_dtype': write vllm_engine_kwargs: {dtype: …}",
         "  - unknown argument 'vllm_max_model_len'; nearest: 'vllm_max_model_length'",
         "  - argument 'peft_config': pass it to GRPOTrainer",

@@ -85,63 +85,32 @@ ABSENT_ATTRIBUTES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Fields that ``TrainingArguments`` had before transformers 5, and the way out.
-REMOVED = {
-    "adafactor": "write optim: adafactor",
-    "dispatch_batches": "write accelerator_config: {dispatch_batches: …}",
-    "evaluation_strategy": "write eval_strategy",
-    "fp16_backend": "write fp16: true, or bf16: true",
-    "fp16_opt_level": "write fp16: true, or bf16: true",
-    "fsdp_min_num_params": "write fsdp_config: {min_num_params: …}",
-    "fsdp_transformer_layer_cls_to_wrap": "write fsdp_config: {transformer_layer_cls_to_wrap: …}",
-    "group_by_length": "remove it; micro-batches are balanced by length in any case",
-    "half_precision_backend": "write fp16: true, or bf16: true",
-    "include_inputs_for_metrics": "remove it; an evaluation returns metrics, and no predictions",
-    "include_tokens_per_second": "remove it; tokens_per_second is logged in any case",
-    "jit_mode_eval": "remove it, or write torch_compile: true",
-    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
-    "mp_parameters": "remove it; it was for SageMaker",
-    "no_cuda": "write use_cpu: true",
-    "overwrite_output_dir": "remove it; a new run moves the checkpoints of earlier ones to _earlier_runs",
-    "past_index": "remove it",
-    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
-    "per_gpu_train_batch_size": "write per_device_train_batch_size",
-    "push_to_hub_model_id": "write hub_model_id",
-    "push_to_hub_organization": "write hub_model_id: organization/name",
-    "push_to_hub_token": "write hub_token",
-    "ray_scope": "remove it; there is no hyperparameter search",
-    "save_safetensors": "remove it; weights are always saved as safetensors",
-    "split_batches": "write accelerator_config: {split_batches: …}",
-    "torchdynamo": "write torch_compile_backend",
-    "tpu_metrics_debug": "write debug: tpu_metrics_debug",
-    "tpu_num_cores": "remove it; the launcher sets the number of processes",
-    "use_ipex": "remove it",
-    "use_mps_device": "remove it; an MPS device is used if there is one",
-    "warmup_ratio": "write warmup_steps with the same value; below 1 it is a share of all steps",
-}
-
-_VARIABLE = "set the environment variable {} before the run"
-_ENGINE = "write vllm_engine_kwargs: {{{}: …}}"
-LAUNCH = "start the run with accelerate launch --{} … -m groupwise.cli train"
-
-#: Keys of older versions of TRL, of its command and its trainer, and of scripts built on it (open-r1).
-OTHERS = {
-    "accelerate_config": "give it as a flag of groupwise train: --accelerate_config NAME, or a YAML file",
-    "chat_template": "save the template in the tokenizer; chat_template_kwargs has its arguments",
-    "dataset_prompt_column": "rename the column to prompt, save the rows, and give the file as dataset",
-    "env": "set the variables before the run: libraries read them when they are imported, before this file",
-    "environment_factory": "write environment: module:name",
-    "hub_model_revision": "write hub_revision",
-    "peft_config": "write lora: {r: 16, …}",
-    "system_prompt": "write it into the prompt column: messages that begin with {role: system, content: …}",
-    "train_dataset": "write dataset",
-    "vllm_device": "remove it; see vllm_mode",
-    "vllm_dtype": _ENGINE.format("dtype"),
-    "vllm_enable_prefix_caching": _ENGINE.format("enable_prefix_caching"),
-    "wandb_entity": _VARIABLE.format("WANDB_ENTITY"),
-    "wandb_project": _VARIABLE.format("WANDB_PROJECT"),
-    "wandb_run_group": _VARIABLE.format("WANDB_RUN_GROUP"),
-}
+#: Names of older versions of TRL and transformers, and of scripts built on TRL, and the setting here.
+OLD_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "adafactor": "optim: adafactor",
+        "dispatch_batches": "accelerator_config: {dispatch_batches: …}",
+        "environment_factory": "environment: module:name",
+        "evaluation_strategy": "eval_strategy",
+        "fsdp_min_num_params": "fsdp_config: {min_num_params: …}",
+        "fsdp_transformer_layer_cls_to_wrap": "fsdp_config: {transformer_layer_cls_to_wrap: …}",
+        "hub_model_revision": "hub_revision",
+        "no_cuda": "use_cpu: true",
+        "peft_config": "lora: {r: 16, …}",
+        "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+        "per_gpu_train_batch_size": "per_device_train_batch_size",
+        "push_to_hub_model_id": "hub_model_id",
+        "push_to_hub_organization": "hub_model_id: organization/name",
+        "push_to_hub_token": "hub_token",
+        "split_batches": "accelerator_config: {split_batches: …}",
+        "torchdynamo": "torch_compile_backend",
+        "tpu_metrics_debug": "debug: tpu_metrics_debug",
+        "train_dataset": "dataset",
+        "vllm_dtype": "vllm_engine_kwargs: {dtype: …}",
+        "vllm_enable_prefix_caching": "vllm_engine_kwargs: {enable_prefix_caching: …}",
+        "warmup_ratio": "warmup_steps with the same value; below 1 it is a share of all steps",
+    }
+)
 
 #: Arguments of the trainer, which a configuration does not take.
 ARGUMENTS = (
@@ -159,16 +128,14 @@ RENAMED_ARGUMENTS = {
 
 
 def reason_not_a_setting(name: str, *, in_file: bool = True) -> str:
-    """Return why a name of older versions or of a script is refused, and the way out; empty for other names.
+    """Return what to write instead of a name of older versions or of a script; empty for other names.
 
     Args:
         in_file: the name is a key of a run file or a flag, not an argument of ``GRPOConfig``.
     """
     if name in ARGUMENTS and not in_file:
         return "pass it to GRPOTrainer"
-    if name in REMOVED:
-        return f"removed from TrainingArguments in transformers 5; {REMOVED[name]}"
-    return OTHERS.get(name, "")
+    return f"write {OLD_NAMES[name]}" if name in OLD_NAMES else ""
 
 
 def is_trl_default(name: str, value: object) -> bool:

@@ -194,7 +194,9 @@ def refuse_unknown(
     lines = []
     for shown, (name, reason) in given.items():
         nearest = nearest_name(name, options, cutoff=_NEAR)
-        hint = f"; nearest: {'--' * shown.startswith('flag') + nearest!r}" if nearest else ""
+        hint = '; names of other versions and libraries: "Coming from TRL" in the documentation'
+        if nearest:
+            hint = f"; nearest: {'--' * shown.startswith('flag') + nearest!r}"
         lines.append(f"{shown}: {reason}" if reason else f"unknown {shown}{hint}")
     if lines:
         raise ConfigError("\n  - ".join([f"{len(lines)} name(s) that are no {what}:", *lines]))

@@ -170,7 +170,7 @@ def _check_names(
     wrong = {}
     for text, (name, value) in given.items():
         key = TRL_KEYS.get(name)
-        if name not in known and (key is None or (key.instead and value)):
+        if name not in known and (key is None or (not key.setting and value)):
             wrong[text] = name, reason_to_refuse(name)
     refuse_unknown(wrong, [*known, *TRL_KEYS])
     if extra:

@@ -1,4 +1,4 @@
-"""Keys of ``trl grpo`` in run files and flags: a setting here, a part of one, or refused with the way out."""
+"""Keys of ``trl grpo`` in run files and flags: a setting here, a part of one, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.hf_argparser import string_to_bool
 
-from groupwise.compat.trl import LAUNCH, reason_not_a_setting
+from groupwise.compat.trl import reason_not_a_setting
 from groupwise.errors import ConfigError
 
 
@@ -17,23 +17,18 @@ class Key(NamedTuple):
 
     Attributes:
         kind: type of the value; list: several strings.
-        setting: setting here; empty if the key is refused.
+        setting: setting here; empty: there is none, and the key must be false or empty, TRL's defaults.
         part: key within the setting, if the setting is a mapping.
         default: TRL's default of the part.
-        instead: reason and way out of a refused key; it may be given as false or empty, TRL's defaults.
     """
 
     kind: Callable[[str], Any]
     setting: str = ""
     part: str = ""
     default: object = None
-    instead: str = ""
 
 
 _LOAD, _QUANTIZE = "model_init_kwargs", "quantization_config"
-_MIXTURE = (
-    "a run has one dataset: concatenate and split the rows in Python, save them, and give the directory"
-)
 
 #: Fields of TRL's ScriptArguments, GRPOScriptArguments, ModelConfig and DatasetMixtureConfig with another
 #: name or form here, and ``torch_dtype``, the old name of ``dtype``.
@@ -63,14 +58,9 @@ TRL_KEYS = {
     "bnb_4bit_quant_type": Key(str, _QUANTIZE, "bnb_4bit_quant_type", "nf4"),
     "use_bnb_nested_quant": Key(bool, _QUANTIZE, "bnb_4bit_use_double_quant"),
     "bnb_4bit_quant_storage": Key(str, _QUANTIZE, "bnb_4bit_quant_storage"),
-    "dataset_streaming": Key(
-        bool,
-        instead="a run reads its dataset from disk; pass a stream to GRPOTrainer in a script of your own",
-    ),
-    "ignore_bias_buffers": Key(bool, instead="trl grpo does not read it; see ddp_broadcast_buffers"),
-    "datasets": Key(list, instead=_MIXTURE),
-    "streaming": Key(bool, instead=_MIXTURE),
-    "test_split_size": Key(float, instead=_MIXTURE),
+    **{name: Key(bool) for name in ("dataset_streaming", "ignore_bias_buffers", "streaming")},
+    "datasets": Key(list),
+    "test_split_size": Key(float),
 }
 
 #: TRL's keys that only have another name here.
@@ -95,21 +85,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         elif key.kind is list:
             options = {"nargs": "+"}
         counterpart = f"{key.setting}[{key.part}]" if key.part else key.setting
-        text = f"Here: {counterpart}." if counterpart else f"Not supported: {key.instead}."
+        text = f"Here: {counterpart}." if counterpart else "Not supported."
         dest = RENAMED.get(name, name)
         group.add_argument(*flags, dest=dest, default=argparse.SUPPRESS, help=text, **options)
 
 
 def reason_to_refuse(name: str) -> str:
-    """Return why a name is not a setting here and what to do instead; empty for names of no known origin."""
+    """Return what to do instead of a name that is no setting; empty for names of no known origin."""
     if name in TRL_KEYS:
-        return TRL_KEYS[name].instead
-    if reason := reason_not_a_setting(name):
-        return reason
-    from accelerate.commands.launch import launch_command_parser  # slow to import, and only needed here
-
-    options = launch_command_parser().parse_known_args(["script"])[0]  # trl grpo passes them to accelerate
-    return LAUNCH.format(name) if name in vars(options) else ""
+        return 'it has no counterpart; see "Coming from TRL" in the documentation'
+    return reason_not_a_setting(name)
 
 
 def translate(values: dict[str, Any], used: Collection[str]) -> list[str]:
