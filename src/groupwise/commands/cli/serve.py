@@ -9,12 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from groupwise.commands.cli.run_file import read_yaml
-from groupwise.config.redact import redact
+from groupwise.config.redact import redact, redacted_command
 from groupwise.errors import ConfigError
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-#: Options of ``vllm serve`` whose values are not printed.
-_SECRET_OPTIONS = {"--api-key": "<API_KEY>", "--hf-token": "<HF_TOKEN>"}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -43,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         weight_transfer=options.weight_transfer,
         extra=extra,
     )
-    print(redact(as_shell_line(_without_keys(command), environment)), flush=True)
+    print(redact(as_shell_line(redacted_command(command), environment)), flush=True)
     has_key = bool(os.environ.get("VLLM_API_KEY")) or "--api-key" in " ".join(extra)
     if options.host not in _LOCAL and not has_key:
         print(
@@ -85,16 +83,3 @@ def _parser() -> argparse.ArgumentParser:
     add("weight_transfer", "weight transfer engine of vLLM (default: by device)")
     add("dry_run", "only print the command", action="store_true")
     return parser
-
-
-def _without_keys(command: Sequence[str]) -> list[str]:
-    """Return the command with the values of options for credentials replaced, for display."""
-    shown, placeholder = [], ""
-    for part in command:
-        if part.startswith("-"):
-            name, separator, _ = part.partition("=")
-            placeholder = _SECRET_OPTIONS.get(name.replace("_", "-"), "")
-            shown.append(f"{name}={placeholder}" if separator and placeholder else part)
-        else:  # an option may have several values: --api-key KEY KEY
-            shown.append(placeholder or part)
-    return shown

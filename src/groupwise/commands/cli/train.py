@@ -17,7 +17,7 @@ from groupwise.commands.cli.sources import (
 )
 from groupwise.commands.iterative.iterative import IterativeGRPO
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.redact import redact
+from groupwise.config.redact import redact, redacted_command
 from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import has_adapter, load_config
 from groupwise.trainer import GRPOTrainer
@@ -55,7 +55,8 @@ def _closing_lines(trainer: GRPOTrainer, arguments: Sequence[str]) -> Iterator[s
         more = ["--resume_from_checkpoint", "true", "--max_steps", str(2 * steps)]
     elif has_adapter(trainer.model):
         more = ["--save_strategy", "steps", "--save_steps", str(steps)]  # an adapter alone is no model
-    yield f"next:   {shlex.join(['groupwise', 'train', *_without(arguments, more[::2]), *more])}"
+    kept = redacted_command([*_without(arguments, more[::2])])
+    yield f"next:   {shlex.join(['groupwise', 'train', *kept, *more])}"
 
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
