@@ -179,12 +179,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     write_parquet({"step": [1]}, path)
 
-    def interrupted(table, where):
-        with open(where, "wb") as file:
+    def interrupted(self, content):
+        with open(self, "wb") as file:
             file.write(b"PAR1 half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(pq, "write_table", interrupted)
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(OSError, match="disk full"):
         write_parquet({"step": [2]}, path)
     monkeypatch.undo()

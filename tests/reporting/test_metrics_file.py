@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import pytest
 from support.runs import trainer
 from transformers import TrainerControl, TrainerState
 
 from groupwise import GRPOConfig
-from groupwise.reporting.metrics_file import METRICS_FILE, MetricsFileCallback, read_metrics
+from groupwise.reporting.metrics_file import (
+    METRICS_FILE,
+    SETTINGS_FILE,
+    MetricsFileCallback,
+    read_metrics,
+    replace_file,
+)
 
 
 def config(directory) -> GRPOConfig:
@@ -35,6 +42,39 @@ def test_a_new_run_keeps_the_file_of_an_earlier_one(tmp_path):
     callback.on_train_begin(args, state(0), TrainerControl())
     (kept,) = tmp_path.glob("metrics-*.jsonl")
     assert kept.read_text() == '{"step": 7}\n' and not (tmp_path / METRICS_FILE).exists()
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("name", [METRICS_FILE, SETTINGS_FILE])
+def test_a_link_stays_and_its_target_is_written(tmp_path, name, step):
+    (tmp_path / "run").mkdir()
+    target, link = tmp_path / "target", tmp_path / "run" / name
+    target.write_text('{"step": 1}\n{"step": 2}\n')
+    link.symlink_to(target)
+    args, callback = config(tmp_path / "run"), MetricsFileCallback()
+    callback.on_train_begin(args, state(step), TrainerControl())
+    callback.on_log(args, state(3), TrainerControl(), {"reward": 0.5})
+    assert link.is_symlink() and link.resolve() == target
+    if name == METRICS_FILE:
+        assert [record["step"] for record in read_metrics(target)] == [[3], [1, 3]][step]
+    else:
+        assert "settings" in json.loads(target.read_text())
+
+
+def test_pipes_are_written_and_stay(tmp_path):
+    """As devices; of those, root would replace the machine's."""
+    pipe, link, read = tmp_path / "pipe", tmp_path / METRICS_FILE, []
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+        reader.start()
+        replace_file(path, b"text")
+        reader.join(10)
+    assert read == [b"text", b"text"]
+    for step in (0, 1):
+        MetricsFileCallback().on_train_begin(config(tmp_path), state(step), TrainerControl())
+    assert pipe.is_fifo() and link.is_symlink()
 
 
 def test_evaluations_before_training_stay(tmp_path):

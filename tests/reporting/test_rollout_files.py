@@ -105,6 +105,14 @@ def test_a_new_run_renames_the_folder_of_an_earlier_one(tmp_path):
     assert Recording(earlier).steps == [1, 2]
 
 
+def test_a_link_to_the_folder_stays(tmp_path):
+    (tmp_path / FOLDER).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    _, recording = saved(tmp_path, max_steps=1)
+    assert recording.steps == [1] and (tmp_path / FOLDER).is_symlink()
+    assert Recording(tmp_path / "elsewhere").steps == [1]
+
+
 def test_a_generation_is_written_before_the_step_that_fails(tmp_path):
     class Fails(GRPOTrainer):
         def compute_policy_loss(self, batch: Any, logprobs: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import log_boundary
 from groupwise.random_state import preserved_state
 from groupwise.reporting.dashboards import log_completions
+from groupwise.reporting.metrics_file import replace_file
 from groupwise.reporting.table import (
     Cell,
     CompletionRow,
@@ -175,12 +175,12 @@ def write_parquet(table: Mapping[str, Sequence[Any]], path: Path, numeric: Colle
     columns are strings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.tmp")
     columns = {
         name: _arrow_column(values, name in numeric) for name, values in table.items() if name != "step"
     }
-    pq.write_table(pa.table({"step": pa.array(table["step"], pa.int64()), **columns}), partial)
-    os.replace(partial, path)
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.table({"step": pa.array(table["step"], pa.int64()), **columns}), content)
+    replace_file(path, content.getvalue())
 
 
 def _arrow_column(values: Sequence[Any], numeric: bool) -> pa.Array:

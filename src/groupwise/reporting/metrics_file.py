@@ -54,9 +54,9 @@ class MetricsFileCallback(TrainerCallback):
         path = Path(str(args.output_dir), METRICS_FILE)
         with log_boundary(logger, f"{path} of an earlier run stays as it is: it"):
             start = None if self._has_trained else self._start
-            if path.exists() and state.global_step == 0:
-                _set_earlier_aside(path, start)
-            elif path.exists():
+            if path.is_file() and state.global_step == 0:  # neither a device nor a pipe
+                _set_earlier_aside(path.resolve(), start)
+            elif path.is_file():
                 _drop_lines_after(path, state.global_step, start)
         self._has_trained = True
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
@@ -185,7 +185,11 @@ def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: ``path`` is never a partial file."""
+    """Write a file atomically: ``path`` is never a partial file. A link, a device or a pipe is kept."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         partial.write_bytes(content)

@@ -132,7 +132,7 @@ class RolloutFiles(GRPOCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.folder = Path(str(trainer.args.output_dir), FOLDER)
+        self.folder = Path(str(trainer.args.output_dir), FOLDER).resolve()  # a link is not renamed
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -28,6 +28,15 @@ def test_the_report_of_several_runs_is_in_the_working_directory(tmp_path, monkey
     assert Path("new/page.html").is_file()
 
 
+def test_an_output_that_is_a_link_stays_one(tmp_path):
+    save_run(tmp_path / "run", LOGS)
+    page = tmp_path / "page.html"
+    page.symlink_to("elsewhere.html")
+    for _ in range(2):  # the target is missing, and then there
+        assert main(["report", str(tmp_path / "run"), "--output", str(page)]) == 0
+    assert page.is_symlink() and "<html" in (tmp_path / "elsewhere.html").read_text()
+
+
 def test_a_directory_that_is_no_run_is_an_error(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "is not the output directory of a run" in capsys.readouterr().err

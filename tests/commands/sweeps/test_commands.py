@@ -90,7 +90,7 @@ def test_a_command_whose_answer_cannot_be_written_is_executed_once(tmp_path, mon
     with sweep_lock(tmp_path):
         (tmp_path / "_commands").mkdir()
         (tmp_path / "_commands" / "x.json").write_text('{"action": "stop"}')
-        monkeypatch.setattr("pathlib.Path.write_text", full_disk)
+        monkeypatch.setattr("pathlib.Path.write_bytes", full_disk)
         for _ in range(2):
             answer_commands(tmp_path, calls.append)
     assert calls == [{"action": "stop"}] and "was not answered: [Errno 28]" in caplog.text

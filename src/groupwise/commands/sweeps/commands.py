@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError, warn_once
+from groupwise.reporting.metrics_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,4 @@ def _is_running(directory: Path) -> bool:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a file that appears with its whole content."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, default=str), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, json.dumps(content, default=str).encode())
