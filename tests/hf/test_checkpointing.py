@@ -10,6 +10,8 @@ import json
 import os
 import re
 import resource
+import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +76,7 @@ def test_publish_replaces_a_checkpoint_of_the_same_name(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-3" / "weights").read_text() == "new"
 
 
-_COMPLETE = {"trainer_state.json": "{}", "groupwise_state_0.pt": "x"}
+_COMPLETE = {"trainer_state.json": '{"global_step": 3}', "groupwise_state_0.pt": "x"}
 
 
 def test_weights_that_nobody_compares_are_reported(tmp_path: Path, caplog: Any) -> None:
@@ -95,7 +97,9 @@ def test_find_checkpoint_takes_the_highest_step(tmp_path: Path, caplog: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "files", [{}, {"checkpoint-is-incomplete.txt": "x"}, {"trainer_state.json": "{}"}], ids=list
+    "files",
+    [{}, {"checkpoint-is-incomplete.txt": "x"}, {"trainer_state.json": '{"global_step": 5}'}],
+    ids=list,
 )
 def test_find_checkpoint_skips_what_cannot_be_resumed(
     tmp_path: Path, caplog: Any, files: dict[str, str]
@@ -107,6 +111,40 @@ def test_find_checkpoint_skips_what_cannot_be_resumed(
     assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-4")
     for step in (5, 6):
         assert f"checkpoint-{step} skipped: the state of the run is not complete there" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("groupwise_manifest.json", text) for text in ("null", "[]", "{}", '{"files": null}', "[" * 10**5)),
+        *(("groupwise_manifest.json", text) for text in ('{"files": {"x": 3}}', '{"files": {}, "run": []}')),
+        *(("trainer_state.json", text) for text in ("null", "[]", "{}", '{"global_step": "3"}')),
+        *(
+            ("groupwise_policy.json", text)
+            for text in ("null", "[]", "{}", '{"adapters": [], "weights": {}}')
+        ),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+    ],
+)
+def test_json_of_another_shape_is_named_and_the_newest_sound_checkpoint_taken(
+    tmp_path: Path, caplog: Any, name: str, content: str
+) -> None:
+    _write(tmp_path / "checkpoint-3", **_COMPLETE)
+    _write(tmp_path / "checkpoint-4", **{**_COMPLETE, name: content})
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert f"checkpoint-4 skipped: {tmp_path / 'checkpoint-4' / name}" in caplog.text
+    with pytest.raises(ConfigError, match=rf"{name}.*newest sound checkpoint is '.*checkpoint-3'"):
+        find_checkpoint(str(tmp_path / "checkpoint-4"), str(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    with pytest.raises(ConfigError, match=rf"{name}.*no checkpoint beside it is sound"):
+        find_checkpoint(True, str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"host": 3}', '{"process": "7"}', "[" * 10**5])
+def test_a_file_of_the_lock_that_names_no_process_is_ignored(tmp_path: Path, content: str) -> None:
+    (tmp_path / "_run.json").write_text(content)
+    with _run(tmp_path).claimed():
+        assert json.loads((tmp_path / "_run.json").read_text())["process"] == os.getpid()
 
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
@@ -337,11 +375,20 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
 
 
 def test_files_left_by_a_crash_are_not_in_the_next_checkpoint(tmp_path: Path) -> None:
-    for staging in (tmp_path / "_run_incomplete_0123456789ab", tmp_path / "_run_incomplete"):
-        _write(staging / "checkpoint-1", rng_state_5="of a larger run")
+    """The file of the lock names the run that was killed; other directories are not its own."""
+    others = ("_run_incomplete_aaaaaaaaaaaa", "_run_incomplete", "notes")
+    for name in ("_run_incomplete_0123456789ab", *others):
+        _write(tmp_path / name / "checkpoint-1", rng_state_5="of a larger run")
+    killed = {"host": socket.gethostname(), "process": 7}
+    (tmp_path / "run").mkdir()
+    for left in ("0123456789ab", "/../../notes", "", None, ["aaaaaaaaaaaa"]):
+        (tmp_path / "run" / "_run.json").write_text(json.dumps({**killed, "id": left}))
+        with _run(tmp_path / "run").claimed():
+            pass
     make_trainer(tmp_path / "run", max_steps=1).train()
     assert "rng_state_5" not in _names(tmp_path / "run" / "checkpoint-1")
-    assert _names(tmp_path) == ["_run_incomplete", "run"]  # the first name is one that a run gives
+    assert _names(tmp_path) == sorted([*others, "run"])
+    assert all("rng_state_5" in _names(tmp_path / name / "checkpoint-1") for name in others)
 
 
 def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from groupwise.policy.introspection import (
 )
 from groupwise.policy.reference import FrozenAdapter
 from groupwise.policy.weight_iterator import gathering, whole_tensor
-from groupwise.records.serialization import host_copy, load
+from groupwise.records.serialization import host_copy, load, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,13 @@ MANIFEST = "groupwise_manifest.json"
 _REFERENCE = "groupwise_reference.pt"
 _POLICY = "groupwise_policy.json"
 _VIRTUAL_TOKENS = "groupwise_virtual_tokens.pt"
+#: Shapes of the JSON files that are read, see :func:`groupwise.records.serialization.require_shape`.
+_SHAPES = {
+    MANIFEST: {"run": str | None, "files": {...: {"bytes": int}}},
+    _POLICY: {"base_model": str | None, "adapters": {...: dict}, "weights": {...: str}},
+    trainer_state_name(): {"global_step": int},
+    SAFE_WEIGHTS_INDEX_NAME: {"weight_map": dict},
+}
 # Fields of an adapter's configuration that do not change the function of its weights.
 _NOT_TRAINED = (
     *("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "task_type"),
@@ -72,35 +79,40 @@ def write_manifest(directory: Path, run_id: str) -> None:
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    """Return the manifest; an empty one for a checkpoint of ``transformers`` or an earlier version."""
-    path = directory / MANIFEST
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"files": {}}
+def read_saved(directory: str | Path, name: str) -> dict[str, Any]:
+    """Return a JSON file of a checkpoint; empty if ``transformers`` or an earlier version wrote none.
+
+    Raises:
+        ConfigError: it is no JSON, or lacks what is read from it.
+    """
+    path = Path(directory, name)
+    return read_json(path, _SHAPES[name]) if path.is_file() else {}
 
 
 def saved_run_id(directory: Path) -> str | None:
     """Return the id of the run that wrote a checkpoint; None: unknown."""
     try:
-        return _read_manifest(directory).get("run") or None
-    except ValueError:
+        return read_saved(directory, MANIFEST).get("run") or None
+    except ConfigError:
         return None
 
 
 def damage(directory: Path) -> str:
-    """Return the first difference between a checkpoint and its manifest, if it has both, or ""."""
+    """Return the first difference from the manifest, if there is one, or JSON of another shape, or ""."""
     try:
-        files = _read_manifest(directory)["files"]
-    except ValueError:
-        return f"{MANIFEST} is cut or overwritten"
-    for name, written in files.items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        found = path.stat().st_size
-        if found != written["bytes"]:
-            return f"{name} has {found} bytes instead of {written['bytes']}"
-        if "sha256" in written and fingerprint(path) != written:
-            return f"{name} has other contents than were written"
+        for name, written in read_saved(directory, MANIFEST).get("files", {}).items():
+            path = directory / name
+            if not path.is_file():
+                return f"{name} is missing"
+            found = path.stat().st_size
+            if found != written["bytes"]:
+                return f"{name} has {found} bytes instead of {written['bytes']}"
+            if "sha256" in written and fingerprint(path) != written:
+                return f"{name} has other contents than were written"
+        for name in _SHAPES:
+            read_saved(directory, name)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
@@ -119,9 +131,9 @@ def has_converted_names(directory: str, model: nn.Module) -> bool:
     ``save_pretrained`` writes some architectures (many vision-language and mixture-of-experts models) with
     the weight names of their first release, and only ``from_pretrained`` converts them back.
     """
-    index, single = Path(directory, SAFE_WEIGHTS_INDEX_NAME), Path(directory, SAFE_WEIGHTS_NAME)
-    if index.is_file():
-        saved = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    index, single = read_saved(directory, SAFE_WEIGHTS_INDEX_NAME), Path(directory, SAFE_WEIGHTS_NAME)
+    if index:
+        saved = set(index["weight_map"])
     elif single.is_file():
         with safe_open(single, framework="pt") as file:
             saved = set(file.keys())
@@ -325,10 +337,10 @@ def check_adapters(directory: str, model: CausalLM) -> None:
         ConfigError: an adapter was added, removed, or has settings that its weights were not trained with. A
             changed dropout rate is a warning.
     """
-    path = Path(directory, _POLICY)
-    if not path.is_file():  # of an earlier version
+    record = read_saved(directory, _POLICY)
+    if not record:  # of an earlier version
         return
-    saved = json.loads(path.read_text(encoding="utf-8"))["adapters"]
+    saved = record["adapters"]
     now = policy_record(model, {})["adapters"]
     names = sorted((saved.keys() ^ now.keys()) - {FrozenAdapter.name})
     changes = [f"adapter {name!r} {'added' if name in now else 'removed'}" for name in names]
@@ -373,14 +385,14 @@ def check_loaded(directory: str, model: CausalLM, digests: Mapping[str, str]) ->
         ConfigError: weights differ; those with another dtype, and a base that is computed when the adapter is
             attached (PiSSA), are a warning.
     """
-    path, optional = Path(directory, _POLICY), f".{FrozenAdapter.name}."
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"weights": {}}
+    record, optional = read_saved(directory, _POLICY) or {"weights": {}}, f".{FrozenAdapter.name}."
     changed = {
         name: (was.split()[0], digests.get(name, "absent").split()[0])
         for name, was in record["weights"].items()
         if digests.get(name) != was and (optional not in name or name in digests)
     }
-    if path.is_file() and not record["weights"]:
+    if "adapters" in record and not record["weights"]:
+        path = Path(directory, _POLICY)
         logger.warning("the loaded weights are not compared: %s has no digests (FSDP 1)", path)
     if not changed:
         return

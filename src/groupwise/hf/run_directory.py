@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import filecmp
-import glob
 import json
 import logging
 import os
@@ -31,7 +30,15 @@ from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise, is_sharded
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
-from groupwise.hf.checkpointing import MANIFEST, damage, is_complete, saved_run_id, write_manifest
+from groupwise.hf.checkpointing import (
+    MANIFEST,
+    damage,
+    is_complete,
+    read_saved,
+    saved_run_id,
+    write_manifest,
+)
+from groupwise.records.serialization import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +167,7 @@ class RunDirectory:
             self._is_claimed = True
 
     def _acquire(self, name: str) -> Path:
-        """Lock the directory, and delete what killed runs staged. Returns the staging directory."""
+        """Lock the directory, and delete what a killed run staged. Returns the staging directory."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / _LOCK)
         host = socket.gethostname()
@@ -168,21 +175,20 @@ class RunDirectory:
             lock.acquire(timeout=0)
             self._lock = lock
         except Timeout:
+            other = _described(_read_holder(self.path))
             raise ConfigError(
-                f"output_dir={str(self.path)!r} is used by another run ({_described(self._read_holder())}), "
-                "and two would mix their metrics and replace each other's checkpoints; wait for its end, or "
+                f"output_dir={str(self.path)!r} is used by another run ({other}), and two would mix "
+                "their metrics and replace each other's checkpoints; wait for its end, or "
                 f"choose another one. If that process has ended, delete {str(self.path / _LOCK)!r}"
             ) from None
         except (OSError, NotImplementedError) as cause:
             logger.warning("output_dir=%r cannot be locked (%s): start no other run there", self.path, cause)
-        left = self._read_holder()
+        left = _read_holder(self.path)
         if left is not None and left.get("host") != host:
             logger.warning("a run was killed (%s); if it still trains, its next save fails", _described(left))
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        self._holder = {"host": host, "process": os.getpid(), "since": since, "id": name}
-        (self.path / _HOLDER).write_text(json.dumps(self._holder), encoding="utf-8")
         staging = _staging_dir(self.path)
-        for killed in staging.parent.glob(glob.escape(staging.name) + "[0-9a-f]" * len(name)):
+        if left is not None and re.fullmatch("[0-9a-f]{12}", str(left.get("id"))):
+            killed = staging.with_name(staging.name + left["id"])
             for step, path in checkpoints(killed).items():  # between its last file and its rename
                 final = self.path / path.name
                 if not final.exists() and (path / MANIFEST).is_file() and not damage(path):
@@ -191,16 +197,13 @@ class RunDirectory:
                         "checkpoint of step %d of a run that was killed is kept in %s", step, final
                     )
             shutil.rmtree(killed, ignore_errors=True)
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._holder = {"host": host, "process": os.getpid(), "since": since, "id": name}
+        (self.path / _HOLDER).write_text(json.dumps(self._holder), encoding="utf-8")
         return staging.with_name(staging.name + name)
 
-    def _read_holder(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.path / _HOLDER).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-
     def _check_holder(self) -> None:
-        found = self._read_holder()
+        found = _read_holder(self.path)
         if found is not None and found != self._holder:
             raise TrainingError(
                 f"another run ({_described(found)}) took output_dir={str(self.path)!r}, whose file system "
@@ -210,8 +213,9 @@ class RunDirectory:
 
     def _release(self) -> None:
         is_forked = self._holder is not None and self._holder["process"] != os.getpid()
-        if self._holder is not None and not is_forked and self._read_holder() == self._holder:
-            for name in (_HOLDER, _LOCK):
+        if self._holder is not None and not is_forked and _read_holder(self.path) == self._holder:
+            # With staged files left, the next run reads whose they are.
+            for name in (_LOCK,) if self.staging.exists() else (_HOLDER, _LOCK):
                 with contextlib.suppress(OSError):
                     (self.path / name).unlink()
         if self._lock is not None and not is_forked:  # the lock is that of the parent
@@ -342,6 +346,13 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def _read_holder(directory: Path) -> dict[str, Any] | None:
+    try:
+        return read_json(directory / _HOLDER, {"host": str, "process": int})
+    except (OSError, ConfigError):
+        return None
+
+
 def _described(holder: dict[str, Any] | None) -> str:
     if holder is None:
         return "which has just started"
@@ -400,11 +411,7 @@ def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[st
     directory = find_checkpoint(resume_from_checkpoint, str(run_dir))
     if directory is None:
         return None, None, _new_id()
-    state = Path(directory, trainer_state_name())
-    try:
-        step = json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.is_file() else 0
-    except (ValueError, KeyError) as cause:
-        raise ConfigError(f"checkpoint {directory!r} is damaged: {state.name} cannot be read") from cause
+    step = read_saved(directory, trainer_state_name()).get("global_step", 0)
     return directory, step, saved_run_id(Path(directory)) or _new_id()
 
 
@@ -474,7 +481,8 @@ def _damaged(directory: Path, found: str) -> ConfigError:
     others = sorted(checkpoints(directory.absolute().parent).items(), reverse=True)
     sound = next((path for _, path in others if is_complete(path) and not damage(path)), None)
     newest = f"the newest sound checkpoint is {str(sound)!r}" if sound else "no checkpoint beside it is sound"
+    unchecked = f"; if the change was on purpose, delete {MANIFEST}: then no digests are compared"
     return ConfigError(
         f"checkpoint {str(directory)!r} is damaged: {found}; {newest}. Copy it again, or resume from another "
-        f"one; if the change was on purpose, delete {MANIFEST}, and nothing is checked"
+        f"one{unchecked if (directory / MANIFEST).is_file() else ''}"
     )

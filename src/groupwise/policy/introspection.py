@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from groupwise.compat.torch import WRAPPER_NAMES
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError, boundary
+from groupwise.records.serialization import read_json
 from groupwise.tokenization.images import image_token_id
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def load_config(model: str, args: GRPOConfig) -> PretrainedConfig:
         if adapter_file is None:
             others = {name: options[name] for name in _WHICH_CONFIG if name in options}
             return AutoConfig.from_pretrained(model, **of_files, **others)
-        adapter = json.loads(Path(adapter_file).read_text(encoding="utf-8"))
+        adapter = read_json(Path(adapter_file), {})
     base = adapter.get("base_model_name_or_path") or "base"
     raise ConfigError(
         f"model={model!r} is an adapter ({adapter.get('peft_type')}) of the model {base!r}; to train it "

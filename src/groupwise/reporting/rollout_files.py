@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import importlib.metadata
 import io
-import json
 import logging
 import os
 import platform
@@ -35,7 +34,7 @@ from groupwise.errors import ConfigError, log_boundary
 from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
-from groupwise.records.serialization import host_copy, load
+from groupwise.records.serialization import host_copy, load, read_json, require_shape
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.metrics_file import earlier_path, replace_file
 from groupwise.reporting.table import plain_text
@@ -54,7 +53,7 @@ _KEYS: dict[str, Any] = {
     **dict.fromkeys(("format", "world_size", "max_steps"), int),
     **dict.fromkeys(("model", "dtype", "attention"), str | None),
     **{"adapter": dict | None, "trainer": list, "reward_funcs": list, "num_prompts": int | None},
-    **{"sharded": bool, "rollout_func": bool},
+    **{"sharded": bool | None, "rollout_func": bool},
 }
 #: Most bytes of a file of one step when it is read.
 LIMIT_OF_RECORD = 2 * 10**9
@@ -379,25 +378,20 @@ class Recording:
             ConfigError: the folder has no rollouts, or those of another format.
         """
         try:
-            found: dict[str, Any] = json.loads((self.folder / HEADER).read_text(encoding="utf-8"))
+            found = read_json(self.folder / HEADER, {})
         except FileNotFoundError:
             raise ConfigError(
                 f"{str(self.folder)!r} has no {HEADER}: the run was not trained with save_rollouts=True"
             ) from None
-        except ValueError:
-            raise ConfigError(f"{str(self.folder / HEADER)!r} is not JSON") from None
-        if not isinstance(found, dict):
-            raise ConfigError(f"{self.name!r} is damaged: {HEADER} has no mapping")
+        except ConfigError as error:
+            raise ConfigError(f"{self.name!r} is damaged: {error}") from None
         if found.get("format") != FORMAT:
             raise ConfigError(
                 f"{str(self.folder)!r} has rollouts of format {found.get('format')}, and this version of "
                 f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
-                f"{found.get('versions', {}).get('groupwise')}"
+                f"{found.get('versions')}"
             )
-        if missing := sorted(_KEYS.keys() - found.keys() - {"sharded"}):
-            raise ConfigError(f"{str(self.folder / HEADER)!r} is damaged: it has no {', '.join(missing)}")
-        if wrong := sorted(k for k in _KEYS.keys() & found.keys() if not isinstance(found[k], _KEYS[k])):
-            raise ConfigError(f"{self.name!r} is damaged: {HEADER} has other types of {', '.join(wrong)}")
+        require_shape(found, _KEYS, f"{self.name!r} is damaged: {HEADER}")
         return found
 
     @property

@@ -346,7 +346,7 @@ def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
         with pytest.raises(ConfigError, match=message):
             replay(tmp_path / "run", 1)
     header.write_text(json.dumps({name: value for name, value in values.items() if name != "world_size"}))
-    with pytest.raises(ConfigError, match=r"run.json' is damaged: it has no world_size"):
+    with pytest.raises(ConfigError, match=r"rollouts' is damaged: run.json\['world_size'\] is None, not int"):
         replay(tmp_path / "run", 1)
     header.write_text(json.dumps({**values, "format": 2}))
     with pytest.raises(ConfigError, match=r"format 2, and this version of groupwise reads format 1"):
@@ -535,7 +535,7 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "no archive": (STEP, lambda content: b"text", "BadZipFile"),
     "another value": (STEP, with_values(window=[3]), "parts of types int"),
     "another field": (STEP, with_values(more=1), "unexpected keyword argument 'more'"),
-    "a list": ("run.json", lambda content: b"[]", "run.json has no mapping"),
+    "a list": ("run.json", lambda content: b"[]", "run.json is [], not dict"),
     "types": (
         "run.json",
         lambda content: content.replace(b'"world_size": 1', b'"world_size": "1"'),

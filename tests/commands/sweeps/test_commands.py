@@ -75,10 +75,11 @@ def test_a_command_that_is_no_file_does_not_end_the_sweep(tmp_path, caplog):
     with sweep_lock(tmp_path):
         (tmp_path / "_commands" / "x.json" / "y").mkdir(parents=True)
         (tmp_path / "_commands" / "z.json").write_bytes(b"\xff{")
+        (tmp_path / "_commands" / "list.json").write_text("[]")
         for _ in range(2):
             answer_commands(tmp_path, calls.append)
     assert not calls
-    for name, error in ("x", "IsADirectoryError"), ("z", "UnicodeDecodeError"):
+    for name, error in ("x", "IsADirectoryError"), ("list", "is [], not dict"), ("z", "cut or overwritten"):
         answer = json.loads((tmp_path / "_commands" / f"{name}.answer").read_text())
         assert not answer["accepted"] and error in answer["text"]
     with sweep_lock(tmp_path):  # deletes what a sweep writes, and nothing else

@@ -123,7 +123,7 @@ def _fetch_action_schema(url: str, timeout: float) -> dict[str, Any]:
     try:
         response = httpx.get(schema_url, timeout=timeout, trust_env=parts.hostname not in _LOCAL_HOSTS)
         return dict(response.raise_for_status().json()["action"])
-    except (httpx.HTTPError, ValueError, KeyError) as problem:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
         raise ConfigError(
             f"no schema of actions from {schema_url} within {timeout:g} seconds ({problem}); start the "
             "server, or correct the URL"

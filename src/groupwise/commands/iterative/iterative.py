@@ -23,6 +23,7 @@ from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.hf import checkpointing
 from groupwise.records import RolloutBatch
+from groupwise.records.serialization import read_json
 from groupwise.rewards.runtime.calling import call_rewards, reward_name
 from groupwise.rewards.runtime.models import RewardModel
 from groupwise.trainer import GRPOTrainer
@@ -165,7 +166,7 @@ class IterativeGRPO:
         if found := checkpointing.damage(directory):
             raise ConfigError(f"{str(directory)!r} is damaged: {found}; copy it again, or start a new run")
         checkpointing.load_converted(str(directory), self.scorer.model)
-        state = json.loads((directory / "examples.json").read_text(encoding="utf-8"))
+        state = read_json(directory / "examples.json", {"history": list, "metrics": list})
         self.history = [Example(*values) for values in state["history"]]
         self.reward_metrics = state["metrics"]
 

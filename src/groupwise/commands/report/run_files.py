@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from groupwise.config.redact import masked, redact
 from groupwise.errors import ConfigError, boundary
+from groupwise.records.serialization import read_json
 from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
 from groupwise.reporting.table import reward_columns, row_text
 
@@ -116,7 +116,7 @@ def _fast_paths(saved: Any) -> dict[str, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     with boundary(ConfigError, f"reading {str(path)!r}"):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path, {}))
 
 
 def _read_completions(folder: Path) -> Iterator[SavedCompletion]:

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError, warn_once
+from groupwise.records.serialization import read_json
 from groupwise.reporting.metrics_file import replace_file
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def answer_commands(directory: Path, execute: Callable[[dict[str, Any]], str]) -
         try:
             os.replace(path, taken)
             try:
-                answer = {"accepted": True, "text": execute(json.loads(taken.read_text(encoding="utf-8")))}
+                answer = {"accepted": True, "text": execute(read_json(taken, {}))}
             except GroupwiseError as error:
                 answer = {"accepted": False, "text": str(error)}
             except Exception as error:
@@ -132,7 +133,7 @@ def send_command(directory: Path, command: dict[str, Any], poll_seconds: float =
             path.unlink(missing_ok=True)
             raise ConfigError(f"the sweep in {str(directory)!r} ended before it answered the command")
         time.sleep(poll_seconds)
-    given = json.loads(answer.read_text(encoding="utf-8"))
+    given = read_json(answer, {"accepted": bool, "text": str})
     answer.unlink()
     if not given["accepted"]:
         raise ConfigError(given["text"])
