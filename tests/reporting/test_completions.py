@@ -9,7 +9,6 @@ import os
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -327,10 +326,10 @@ def test_no_repository_no_upload(api, tmp_path, monkeypatch, make_args, make_row
 
 
 def test_a_full_disk_loses_the_file_and_not_the_run(tmp_path, make_args, make_row, caplog, monkeypatch):
-    def full_disk(table: Any, where: Path) -> None:
-        where.touch()
+    def full_disk(path: Path, content: bytes) -> None:
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pq, "write_table", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
     report_completions([make_row()], 3, make_args(), str(tmp_path))
     assert "completions_00003.parquet was not written: OSError: [Errno 28]" in caplog.text
