@@ -120,7 +120,7 @@ def test_a_planted_fault_is_measured_and_reported(plant, caplog):
     expected = (rows.sampler_logps_BT - reported(model, rows)).abs().mean().item()
     assert gap == pytest.approx(expected, rel=1e-2)
     assert f"differ from the trainer's by {gap:.2g} nats" in caplog.text and "at most 0.002" in caplog.text
-    with pytest.raises(BackendError, match="log-prob-mismatch"):
+    with pytest.raises(BackendError, match="give both sides one temperature"):
         make_check("error").check(model, rows, FRESH)
 
 
@@ -234,5 +234,5 @@ def test_a_run_goes_on_with_a_warning_and_logs_the_difference(tmp_path, caplog):
     trainer = runs.trainer(tmp_path, rollout_func=wrong_logps)
     with caplog.at_level(logging.WARNING, "groupwise"):
         trainer.train()
-    assert trainer.state.global_step == 2 and caplog.text.count("log-prob-mismatch") == 2
+    assert trainer.state.global_step == 2 and caplog.text.count("give both sides one temperature") == 2
     assert trainer.state.log_history[0]["sampling/logprob_mismatch"] > 1.0
