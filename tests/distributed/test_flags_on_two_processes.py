@@ -31,6 +31,7 @@ def test_flags_and_errors_of_a_rank_reach_the_other(tmp_path: Path) -> None:
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         errors = found.pop("errors")
+        assert found.pop("logs") == [1, 2, 3]
         assert found == EXPECTED
         assert "checkpoint-1" in errors[rank] and "the disk is full" in errors[rank]
         assert f"TrainingError: rank {1 - rank}: RuntimeError('the disk is full')" in errors[1 - rank]

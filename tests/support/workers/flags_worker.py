@@ -74,6 +74,24 @@ def run(directory: Path, case: str) -> list[Any]:
     return [saved, evaluated, trainer.state.global_step]
 
 
+class LogsALoss(TrainerCallback):
+    """Log a loss of its own at the end of every step, on the first rank."""
+
+    trainer: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 0:
+            self.trainer.log({"loss": 7.0})
+
+
+def log_on_one_rank(directory: Path) -> list[int]:
+    """Return the steps whose log has metrics of the trainer."""
+    caller = LogsALoss()
+    caller.trainer = make(directory, [caller])
+    caller.trainer.train()
+    return [log["step"] for log in caller.trainer.state.log_history if {"loss", "reward"} <= log.keys()]
+
+
 def fail_to_save(directory: Path, trainer_rank: int) -> str:
     """Train with a disk that is full on one rank; return the error of this one."""
     trainer = make(directory, [], save_strategy="steps", save_steps=1)
@@ -98,6 +116,7 @@ def main(output_dir: Path) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     results: dict[str, Any] = {case: run(output_dir / case, case) for case in CASES}
+    results["logs"] = log_on_one_rank(output_dir / "logs")
     results["errors"] = [fail_to_save(output_dir / f"full-{rank}", rank) for rank in (0, 1)]
     rank = torch.distributed.get_rank()
     (output_dir / f"{rank}.json").write_text(json.dumps(results))
