@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import re
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from groupwise.errors import BackendError
 from groupwise.generation.rollout_func import call_rollout_function
@@ -93,21 +94,39 @@ def trained(prompt: list[int], ids: list[int], mask: list[int]) -> set[tuple[int
     return {(*prompt, *ids[: i + 1]) for i, flag in enumerate(mask) if flag}
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_random_rollouts_train_what_their_rows_train_once(seed):
-    """Few token ids and short rows, so that rows share beginnings, continue and repeat each other."""
-    draw = random.Random(seed)
+@st.composite
+def rows_of_a_tree(draw: st.DrawFn) -> list[dict]:
+    """Rows that are paths of one tree of two token ids, each cut into prompt and completion anywhere."""
+    paths = [(5,)]
+    for _ in range(
+        draw(st.integers(1, 8))
+    ):  # a branch at a node of an earlier path, to which tokens are added
+        path = draw(st.sampled_from(paths))
+        branch = path[: draw(st.integers(1, len(path)))]
+        paths.append((*branch, *draw(st.lists(st.sampled_from((8, 9)), min_size=1, max_size=4))))
+    rows = []
+    for path in draw(st.lists(st.sampled_from(paths[1:]), min_size=1, max_size=8)):
+        end = draw(st.integers(2, len(path)))
+        cut = draw(st.integers(1, end - 1))
+        ids = list(path[cut:end])
+        mask = draw(
+            st.one_of(
+                st.just([1] * len(ids)), st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))
+            )
+        )
+        rows.append({"prompt": list(path[:cut]), "ids": ids, "mask": mask})
+    return rows
 
-    def some(low: int) -> list[int]:
-        return [draw.choice((8, 9)) for _ in range(draw.randint(low, 4))]
 
-    rows: list[dict] = []
-    for _ in range(draw.randint(1, 6)):
-        known = draw.choice(rows)["full"] if rows and draw.random() < 0.7 else []
-        prompt = [*known[: draw.randint(0, len(known))], *some(0)] or [5]
-        ids = some(1)
-        rows.append({"prompt": prompt, "ids": ids, "mask": [draw.randint(0, 1) for _ in ids]})
-        rows[-1]["full"] = prompt + ids
+@given(rows_of_a_tree())
+@example(  # the last row is in two lines, of which the first trains its token
+    [
+        {"prompt": P, "ids": [8, 20, 9], "mask": [1, 0, 1]},
+        {"prompt": P, "ids": [8, 21, 10], "mask": [1, 0, 1]},
+        {"prompt": P, "ids": [8], "mask": [1]},
+    ]
+)
+def test_rows_of_any_tree_train_each_of_their_tokens_once(rows):
     (prompt,), (joined,), extra, metrics = call([rows])
     found: list[tuple[int, ...]] = []
     bounds = [(0, prompt), *joined.contexts, (len(joined.token_ids), [])]

@@ -115,10 +115,10 @@ def _place(row: dict[str, Any], lines: list[_Line]) -> tuple[_Line, int]:
     for line in lines:
         pairs = zip(line.sequence, sequence, strict=False)
         common = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])  # tokens that both begin with
-        if common in (len(line.sequence), len(sequence)) and len(line.context) <= begin:
+        if home is None and common in (len(line.sequence), len(sequence)) and len(line.context) <= begin:
             home = line
-            continue
-        # The same token after the same tokens, trained where it was first sampled.
+        # The same token after the same tokens, trained where it was first sampled: also in another line that
+        # this row lies in.
         for position in range(begin, common):
             mask[position - begin] *= not line.is_trained(position)
     if home is None:
