@@ -10,10 +10,12 @@ import pytest
 import torch
 from support.agent_runs import FlakyEnvironment, calls_reward, trainer
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
+from support.runs import trainer as tiny_run
 
 from groupwise.agents import EnvironmentPool
 from groupwise.errors import AgentError
 from groupwise.records import Completion
+from groupwise.reporting.callback import GRPOCallback
 
 LOOK = call("look")
 
@@ -185,7 +187,7 @@ def test_a_run_with_random_faults_trains_without_the_dropped_completions(tmp_pat
         assert (gone.view(2, 4).sum(1) != 3).all()  # a single completion has no baseline
         assert torch.equal(rewards.rewards_NF.isnan(), gone[:, None].expand(-1, 2))
         assert torch.equal(experience.loss_mask_BT.any(1), ~gone)
-        assert torch.equal(experience.group_ids_B < 0, gone)
+        assert torch.equal(~experience.kept_B, gone)
         means = torch.where(gone[:, None], 0.0, experience.advantages_BX).view(2, 4).sum(1)
         torch.testing.assert_close(means, torch.zeros(2), atol=1e-5, rtol=0)
     logs = [log for log in run.state.log_history if "rollouts/dropped_share" in log]
@@ -207,3 +209,36 @@ def test_a_run_whose_rollouts_all_fail_goes_on_with_a_warning(tmp_path: Path, ca
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
     assert caplog.text.count("all 4 rollouts of a generation failed") == 2
     assert [log["rollouts/dropped_groups"] for log in run.state.log_history[:2]] == [1, 1]
+
+
+def test_failed_rollouts_count_in_no_generation_and_not_after_a_resume(tmp_path: Path) -> None:
+    """Rollout 3 of 8 fails; two steps a generation, and a checkpoint inside the second one."""
+    weights: list[list[float]] = []
+
+    def rollouts(prompts: list[Any], run: Any) -> dict[str, Any]:
+        ids = [[4 + i, 5, 6] for i in range(8)]
+        return {"prompt_ids": [[4]] * 8, "completion_ids": ids, "failed": [i == 3 for i in range(8)]}
+
+    class Weights(GRPOCallback):
+        def on_window_begin(self, args: Any, state: Any, control: Any, window: Any, **_: Any) -> None:
+            weights.append([weight for batch in window for weight in batch.token_weights_BT[:, 0].tolist()])
+
+    for steps in (3, 5):
+        run = tiny_run(
+            tmp_path,
+            rollout_func=rollouts,
+            callbacks=[Weights()],
+            rollout_on_error="retry",
+            loss_type="grpo",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            num_iterations=2,
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=3,
+        )
+        run.train(resume_from_checkpoint=steps == 5)
+    expected = [0.0 if i == 3 else 1 / 7 / 3 for i in range(8)]  # a mean over 7 sequences of 3 tokens
+    assert len(weights) == 5
+    for found in weights:
+        assert found == pytest.approx(expected)

@@ -106,7 +106,7 @@ def test_masked_tokens_have_no_gradient():
     tokens = replace(
         tokens,
         loss_mask_BT=torch.tensor([[1, 0], [0, 1], [0, 0], [0, 0]]),
-        group_ids_B=torch.tensor([0, 1, 2, -1]),  # the last row is dropped
+        dropped_B=torch.tensor([False, False, False, True]),
     )
     # row 0 has an advantage only where it has no loss
     advantages_BT = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
@@ -322,6 +322,8 @@ def test_only_rows_that_change_rank_are_sent(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_on_the_micro_batches_of_one_process(layout):
     windows = unequal_windows()
+    # a field that only one rank has
+    windows[1] = [replace(batch, dropped_B=torch.tensor([False, False])) for batch in windows[1]]
     joined = MicroBatch.concatenate([*windows[0], *windows[1]]).split(2)
     results, _ = rebalance_on_ranks(windows, layout, budget(2, 9))
     rows = {}

@@ -109,11 +109,11 @@ def test_groups_are_numbered_over_all_ranks():
     assert tokens.group_ids_B.tolist() == [2, 2, 3, 3]  # rank 0 has rows 0 to 3
 
 
-def test_dropped_completions_have_no_loss_and_belong_to_no_group():
+def test_dropped_completions_have_no_loss():
     dropped = [TWO[0], replace(TWO[1], dropped=True)]
     tokens = mixin(Ranks(rank=1)).collate(rollouts([*dropped, *dropped], num_generations=2))
     assert tokens.loss_mask_BT.tolist() == [[1, 1], [0, 0]] * 2
-    assert tokens.group_ids_B.tolist() == [2, -3, 3, -4]
+    assert tokens.group_ids_B.tolist() == [2, 2, 3, 3] and tokens.dropped_B.tolist() == [False, True] * 2
 
 
 def test_a_processor_pads_with_the_token_of_its_tokenizer():

@@ -14,8 +14,9 @@ from support.fakes.mixin_hosts import Ranks, host
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
 from groupwise.core.objectives import ObjectiveSettings
+from groupwise.data.buffer import ExperienceBuffer
 from groupwise.mixins.loss import LossMixin, objective_settings
-from groupwise.records import Experience, LogprobOutput
+from groupwise.records import Experience, LogprobOutput, MicroBatch
 
 SETTINGS = {
     "loss_type": "dapo",
@@ -50,7 +51,7 @@ def experience(masks, **given):
 #: 3 rows with 2, 1 and 1 loss tokens, of which the quantile keeps 2.
 WINDOW = [experience([[1, 1], [1, 0]]), experience([[0, 1]])]
 KEPT = [torch.tensor([[1, 0], [1, 0]]), torch.tensor([[0, 0]])]
-OTHER = [5, 6, 2]  # rows, loss tokens and kept tokens of the other rank
+OTHER = [5, 6, 2, 2]  # rows, loss tokens, kept tokens and micro-batches of the other rank
 
 
 @pytest.mark.parametrize(
@@ -73,21 +74,35 @@ def test_token_weights_follow_from_counts_of_all_ranks(loss_type, first, second)
         assert batch.completion_ids_BT is given.completion_ids_BT
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "luspo"])
-def test_dropped_completions_count_in_no_normalizer(loss_type):
-    """The weights of the others are those of a window without the dropped row."""
-    kept = experience([[1, 1], [1, 0]], group_ids_B=torch.tensor([0, 0]))
-    window = experience([[1, 1], [0, 0], [1, 0]], group_ids_B=torch.tensor([0, -1, 0]))
-    (expected,) = mixin([[5, 6, 6]], loss_type=loss_type).set_token_weights([kept], [kept.loss_mask_BT])
-    (found,) = mixin([[5, 6, 6]], loss_type=loss_type).set_token_weights([window], [window.loss_mask_BT])
+@pytest.mark.parametrize("credit", ["rollout", "row"])
+@pytest.mark.parametrize("size", [1, 2])  # rows of a micro-batch; of size 1, two have a dropped row alone
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "scalerl"])
+def test_dropped_completions_count_in_no_normalizer(loss_type, generation, size, credit):
+    """Under every normalizer, the weights of the others are those of a window without the dropped rows."""
+    rows = experience(
+        [[1, 1], [0, 0], [1, 0], [0, 0]],
+        group_ids_B=torch.tensor([0, 0, 1, 2]),  # all of group 2 is dropped
+        dropped_B=torch.tensor([False, True, False, True]),
+    )
+    buffer = ExperienceBuffer()
+    for _ in range(generation):
+        buffer.fill(rows.split(size), num_iterations=1, num_groups=3)
+    alone = [experience([[1, 1]]), experience([[1, 0]], group_ids_B=torch.tensor([1]))]
+
+    def weigh(window: list[Experience]) -> MicroBatch:
+        run = mixin([[5, 6, 6, 2], [[9, 6]]], loss_type=loss_type, rollout_credit=credit)
+        return MicroBatch.concatenate(run.set_token_weights(window, [batch.loss_mask_BT for batch in window]))
+
+    found, expected = weigh(buffer.take(buffer.num_left)), weigh(alone)
     assert torch.equal(found.token_weights_BT[[0, 2]], expected.token_weights_BT)
     assert torch.equal(found.sequence_weight_B1[[0, 2]], expected.sequence_weight_B1)
-    assert not found.token_weights_BT[1].any() and found.sequence_weight_B1[1] == 0
+    assert not found.token_weights_BT[[1, 3]].any() and not found.sequence_weight_B1[[1, 3]].any()
 
 
 def test_a_window_of_dropped_completions_has_no_weights():
-    window = experience([[0, 0], [0, 0]], group_ids_B=torch.tensor([-1, -1]))
-    (found,) = mixin([[0, 0, 0]], loss_type="grpo").set_token_weights([window], [window.loss_mask_BT])
+    window = experience([[0, 0], [0, 0]], dropped_B=torch.tensor([True, True]))
+    (found,) = mixin([[0, 0, 0, 0]], loss_type="grpo").set_token_weights([window], [window.loss_mask_BT])
     assert not found.token_weights_BT.any() and not found.sequence_weight_B1.any()
 
 
@@ -95,14 +110,14 @@ def test_loss_tokens_are_counted_by_prompt():
     run = mixin([[[6, 7], [9, 3]]])
     first = experience([[1, 1], [1, 0], [1, 0]], group_ids_B=torch.tensor([4, 5, 4]))
     second = experience([[1, 1], [1, 1]], group_ids_B=torch.tensor([5, 6]))
-    # the last row only pads an evaluation batch
-    assert run._count_group_tokens([first, second], num_padding_rows=1) == {4: 3, 5: 3, 6: 7, 9: 3}
+    counted = torch.tensor([True, True, True, True, False])  # the last row only pads an evaluation batch
+    assert run._count_group_tokens([first, second], counted) == {4: 3, 5: 3, 6: 7, 9: 3}
 
 
 def test_padding_rows_are_no_sequences():
     first, second = mixin([OTHER]).set_token_weights(WINDOW, KEPT, num_padding_rows=1)
-    for batch in (first, second):  # 2 ranks / (2 + 5 rows)
-        torch.testing.assert_close(batch.sequence_weight_B1, torch.full((len(batch), 1), 2 / 7))
+    torch.testing.assert_close(first.sequence_weight_B1, torch.full((2, 1), 2 / 7))  # 2 ranks / (2 + 5 rows)
+    assert second.sequence_weight_B1.tolist() == [[0.0]]
 
 
 def test_the_prompts_of_padding_rows_do_not_count():
@@ -121,7 +136,7 @@ def test_the_entropy_bonus_is_a_mean_over_the_kept_tokens_of_all_ranks():
     # 0.5 x 2 ranks / (2 + 2 tokens)
     assert first.entropy_weights_BT.tolist() == [[0.25, 0.0], [0.25, 0.0]]
     assert second.entropy_weights_BT.tolist() == [[0.0, 0.0]]
-    empty = mixin([[5, 0, 0]], entropy_coef=0.5).set_token_weights(WINDOW[:1], [torch.zeros(2, 2)])
+    empty = mixin([[5, 0, 0, 1]], entropy_coef=0.5).set_token_weights(WINDOW[:1], [torch.zeros(2, 2)])
     assert empty[0].entropy_weights_BT.tolist() == [[0.0, 0.0]] * 2
 
 
@@ -132,7 +147,7 @@ def test_the_adaptive_bonus_waits_for_an_entropy_below_its_target():
 
 
 def micro_batch(run=None, **given):
-    run = run or mixin([[0, 0, 0]])
+    run = run or mixin([[0, 0, 0, 1]])
     return run.set_token_weights([experience([[1, 1], [1, 0]], **given)], [torch.tensor([[1, 0], [1, 0]])])[0]
 
 
@@ -154,7 +169,7 @@ def test_unknown_old_log_probs_are_those_of_the_current_policy():
 
 
 def test_the_policy_loss_is_counted_by_its_share_of_the_window():
-    run = mixin([[6, 0, 0]], entropy_coef=0.5)
+    run = mixin([[6, 0, 0, 1]], entropy_coef=0.5)
     batch = micro_batch(run)
     output = run.compute_policy_loss(batch, LogprobOutput(LOGPS, ENTROPY))
     # 2 rows of 8 on 2 ranks; the bonus subtracts 0.5 x 2 / 2 x (1 + 3)

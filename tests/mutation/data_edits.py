@@ -125,7 +125,7 @@ DATA = [
         ("_without_weight(batch.select([shortest]))", "batch.select([shortest])"),
         ("if not has_gradient]", "if has_gradient]"),
         ("sequence_weight_B1[skipped].sum()", "sequence_weight_B1.sum()"),
-        ("return tokens.group_ids_B >= 0", "return tokens.group_ids_B >= -1"),
+        ("return tokens.kept_B", "return tokens.kept_B | True"),
         (
             "_window_stats(rows.shape, sum(rows.has_gradient)",
             "_window_stats(rows.shape, sum(own.has_gradient)",
@@ -184,7 +184,7 @@ DATA = [
     ),
     *edits_of(
         "records/tensors.py",
-        ("ids_BT.shape, axis.fill", "ids_BT.shape, 0.0", REBALANCING),
+        ("full_like(ids_BT, axis.fill", "full_like(ids_BT, 0.0", REBALANCING),
         ("return self.prompts[rows[0]] + sum(", "return sum(", REBALANCING),
         ("if repeats and shared:", "if repeats:", REBALANCING),
     ),

@@ -22,7 +22,7 @@ MIXINS = [
     ),
     *_of(
         "loss",
-        ("sequences_B[: len(sequences_B) - num_padding_rows].sum()", "sequences_B.sum()"),
+        ("counted_B[len(counted_B) - num_padding_rows :] = False", ""),
         (
             "[batch.loss_mask_BT.sum() for",
             "[torch.ones_like(batch.completion_mask_BT).sum() for",
@@ -40,9 +40,10 @@ MIXINS = [
         ("world_size / sequences", "1 / sequences"),
         ("total / max(count, 1.0)", "total"),
         ("self.entropy_control = self.entropy_control.step(", "self.entropy_control.step("),
-        ("tokens, len(window), world_size", "tokens, 1, world_size"),
-        ("(sequences, tokens, len(", "(tokens, sequences, len("),
-        ("len(window), world_size, length", "len(window), 1, length"),
+        ("max(totals[3], 1) / world_size", "len(window)"),
+        ("max(totals[3], 1) / world_size", "max(totals[3], 1)"),
+        ("(sequences, tokens, micro", "(tokens, sequences, micro"),
+        ("micro_batches, world_size, length", "micro_batches, 1, length"),
         ("Mean(mean.total, batch.sequence_weight_B1.sum())", "mean"),
         (
             "masked_mean(logprobs.entropy_BT, batch.entropy_mask_BT)",
@@ -51,8 +52,7 @@ MIXINS = [
         ("args.epsilon if args.epsilon_high is None else args.epsilon_high", "args.epsilon"),
         ("            if group >= 0:\n", "            if True:\n"),
         ("counts.get(group, 0) + tokens", "tokens"),
-        ("dim=1)[: len(groups_B) - num_padding_rows]", "dim=1)"),
-        ("_count_group_tokens(window, num_padding_rows) if", "_count_group_tokens(window, 0) if"),
+        ("dim=1)[counted_B]", "dim=1)"),
         ("kl_in_loss=not args.kl_in_reward", "kl_in_loss=True"),
         ('"epsilon_high": high', '"epsilon_high": args.epsilon'),
     ),

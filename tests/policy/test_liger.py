@@ -106,7 +106,7 @@ def test_two_steps_are_those_of_the_ordinary_path(tmp_path, settings):
 @needs_liger
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
-    """Three micro-batches of 3, 3 and 2 rows, with ratios from a half to two and more."""
+    """Micro-batches of 3, 3 and 2 rows, with ratios from a half to two and more; row 1 is dropped."""
     options = {"per_device_train_batch_size": 8, "epsilon": 0.1, "rollout_func": rollout(masked=True)}
     runs = [
         trainer(tmp_path, model=policy(), use_liger_kernel=use, **options, **settings)
@@ -115,8 +115,12 @@ def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
     (batch,) = experience(runs[0], [{"prompt": WORDS[0], "row": 0}] * 8)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(batch.completion_ids_BT.shape, generator=generator) / 2
+    dropped_B = torch.arange(8) == 1
     batch = replace(
-        batch, old_logps_BT=runs[0].compute_logprobs(runs[0].model, batch).logps_BT.detach() + noise
+        batch,
+        old_logps_BT=runs[0].compute_logprobs(runs[0].model, batch).logps_BT.detach() + noise,
+        loss_mask_BT=batch.loss_mask_BT * ~dropped_B.unsqueeze(1),
+        dropped_B=dropped_B,
     )
     window = weighed(runs[0], list(batch.split(3)))
     gradients = []

@@ -19,9 +19,9 @@ from groupwise.registry import Registry
 class WindowCounts:
     """Exact counts of one accumulation window, over all micro-batches and all ranks.
 
-    sequences: number of sequences, with and without loss tokens.
+    sequences: number of sequences, with and without loss tokens; those of dropped completions do not count.
     tokens: number of loss tokens.
-    micro_batches: accumulation steps of this rank (N_acc).
+    micro_batches: accumulation steps (N_acc): micro-batches with sequences that count, mean over ranks.
     world_size: number of data-parallel ranks.
     max_completion_length: L_max.
     group_tokens: number of loss tokens of every prompt of the window, by group id; empty unless the
@@ -30,7 +30,7 @@ class WindowCounts:
 
     sequences: int
     tokens: int
-    micro_batches: int
+    micro_batches: float
     world_size: int
     max_completion_length: int
     group_tokens: Mapping[int, int] = field(default_factory=dict)

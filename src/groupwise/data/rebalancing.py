@@ -23,6 +23,7 @@ A row index counts all rows of the window in rank order.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -87,7 +88,7 @@ class WindowRows:
 
     prompt_lengths: prompt tokens by row.
     completion_lengths: completion tokens by row.
-    group_ids: number of each row's prompt; completions of one prompt are adjacent.
+    group_ids: number of each row's prompt, NaN if no layout shares it; completions of one are adjacent.
     has_gradient: rows that must be computed.
     rows_per_rank: number of rows on each rank.
     fields: names of the tensor fields that are not None on some rank.
@@ -95,7 +96,7 @@ class WindowRows:
 
     prompt_lengths: list[int]
     completion_lengths: list[int]
-    group_ids: list[int]
+    group_ids: list[float]
     has_gradient: list[bool]
     rows_per_rank: list[int]
     fields: frozenset[str]
@@ -112,7 +113,7 @@ class WindowRows:
             completions[row] += tokens
         for row, inputs in enumerate(batch.images or ()):
             if inputs.end >= prompts[row]:  # images in the completion: no layout shares its prompt
-                group_ids[row] = -len(batch) - row
+                group_ids[row] = math.nan  # a run of its own
         return cls(prompts, completions, group_ids, gradient, [len(batch)], frozenset(batch.tensors()))
 
     @classmethod
@@ -139,7 +140,7 @@ def rows_with_gradient(
 ) -> torch.Tensor:
     """Return (B,) bool: rows that must be computed. A dropped row never is: all its weights are zero."""
     if not budget.skip_masked:  # an overridden loss may have a gradient without loss tokens
-        return tokens.group_ids_B >= 0
+        return tokens.kept_B
     counts_BT = tokens.loss_mask_BT.bool()
     return ((advantages_BX != 0) & counts_BT if budget.skip_zero_advantage else counts_BT).any(-1)
 

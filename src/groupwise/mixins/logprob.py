@@ -73,8 +73,7 @@ class LogprobMixin:
             for row, completion in enumerate(completions)
         ]
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
-        # A dropped completion keeps its group as -1 - g, and counts in no normalizer.
-        group_ids = [-1 - g if c.dropped else g for g, c in zip(groups, completions, strict=True)]
+        dropped = [completion.dropped for completion in completions]
 
         def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
             """(B, T) float32, NaN for completions without log-probs and on padding."""
@@ -93,7 +92,7 @@ class LogprobMixin:
             completion_ids_BT=completion_ids_BT,
             completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
-            group_ids_B=torch.tensor(group_ids, device=device),
+            group_ids_B=torch.tensor(groups, device=device),
             old_logps_BT=padded_logps([completion.old_logps for completion in completions]),
             # None without a separate sampler, which the loss would correct for.
             sampler_logps_BT=None
@@ -104,6 +103,7 @@ class LogprobMixin:
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
             weight_digests=weight_digests if any(weight_digests) else None,
             contexts=contexts if any(contexts) else None,
+            dropped_B=torch.tensor(dropped, device=device) if any(dropped) else None,
         )
 
     def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:

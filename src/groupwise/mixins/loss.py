@@ -50,30 +50,34 @@ class LossMixin:
         Returns:
             the entries of ``window`` with token, sequence and entropy weights.
         """
-        sequences_B = torch.cat([batch.group_ids_B >= 0 for batch in window]).long()  # 0: dropped
+        counted_B, sizes = torch.cat([batch.kept_B for batch in window]), [*map(len, window)]
+        counted_B[len(counted_B) - num_padding_rows :] = False
+        sequences_B = counted_B.long()  # 0: a dropped row, or padding
         if by_row := self.args.rollout_credit == "row":
             from groupwise.core.row_weights import count_rows, weigh_rows
 
             sequences_B *= torch.cat([count_rows(batch) for batch in window])
-        local = [  # three sums over the window of this rank, read together
-            sequences_B[: len(sequences_B) - num_padding_rows].sum(),
+        local = [  # four sums over the window of this rank, read together
+            sequences_B.sum(),
             torch.stack([batch.loss_mask_BT.sum() for batch in window]).sum(),
             torch.stack([mask_BT.sum(dtype=torch.long) for mask_BT in entropy_masks]).sum(),
+            torch.stack([rows_B.any() for rows_B in counted_B.split(sizes)]).sum(),
         ]
         totals = self.accelerator.reduce(torch.stack(local), "sum").tolist()
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
+        micro_batches = max(totals[3], 1) / world_size
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         needed = normalizer.needs_group_tokens
-        group_tokens = self._count_group_tokens(window, num_padding_rows) if needed else {}
+        group_tokens = self._count_group_tokens(window, counted_B) if needed else {}
         length = self.args.max_completion_length
-        counts = WindowCounts(sequences, tokens, len(window), world_size, length, group_tokens)
+        counts = WindowCounts(sequences, tokens, micro_batches, world_size, length, group_tokens)
         target = self.args.entropy_target if self.args.use_adaptive_entropy else None
         coef = self.entropy_control.applied(target) if self.args.has_entropy_bonus else None
         # The bonus is a mean over the selected tokens of all ranks; gradients are averaged over ranks.
         bonus_weight = None if coef is None else coef * world_size / max(bonus_tokens, 1)
         # Rows of the window are numbered in rank order; ranks have equally many.
-        first, sizes = self.accelerator.process_index * len(sequences_B), [*map(len, window)]
+        first = self.accelerator.process_index * len(sequences_B)
         rows_N = torch.arange(first, first + len(sequences_B), device=sequences_B.device)
         parts = zip(window, entropy_masks, rows_N.split(sizes), sequences_B.split(sizes), strict=True)
         return [
@@ -86,18 +90,18 @@ class LossMixin:
                 else normalizer(batch.loss_mask_BT.float(), batch.group_ids_B, counts),
                 entropy_mask_BT=mask_BT,
                 entropy_weights_BT=None if bonus_weight is None else mask_BT.float() * bonus_weight,
-                # Its sum over all ranks is their number: DDP divides gradients by it. Dropped rows have 0.
+                # Its sum over all ranks is their number: DDP divides gradients by it. Others have 0.
                 sequence_weight_B1=count_B.float().unsqueeze(1) * (world_size / sequences),
             )
             for batch, mask_BT, rows_B, count_B in parts
         ]
 
-    def _count_group_tokens(self, window: Sequence[Experience], num_padding_rows: int) -> dict[int, int]:
-        """Count the loss tokens of every prompt of the window over all ranks."""
+    def _count_group_tokens(self, window: Sequence[Experience], counted_B: torch.Tensor) -> dict[int, int]:
+        """Count the loss tokens of every prompt of the window over all ranks, in the rows that count."""
         groups_B = torch.cat([batch.group_ids_B for batch in window])
         tokens_B = torch.cat([batch.loss_mask_BT.sum(-1) for batch in window])
-        # One pair (group id, loss tokens) per row, without the padding of an evaluation batch.
-        rows_B2 = torch.stack([groups_B, tokens_B], dim=1)[: len(groups_B) - num_padding_rows]
+        # One pair (group id, loss tokens) per row that counts.
+        rows_B2 = torch.stack([groups_B, tokens_B], dim=1)[counted_B]
         # Ranks may have different numbers of rows; group ids are never negative.
         rows_N2 = self.accelerator.gather(self.accelerator.pad_across_processes(rows_B2, pad_index=-1))
         counts: dict[int, int] = {}

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from groupwise.config.grpo_config import GRPOConfig
 
 
-def _sequence_share(batch: MicroBatch) -> torch.Tensor:
-    return batch.sequence_weight_B1.sum()
+def _row_weight(batch: MicroBatch) -> torch.Tensor:
+    return len(batch) * batch.sequence_weight_B1.amax()  # rows that do not count have 0, all others the same
 
 
 #: Ratio of our token weight to Liger's, by normalizer. Liger divides by a count of the micro-batch, or by
 #: ``num_items_in_batch``, for which ``_fused_loss`` passes a value that makes the divisor 1.
 FACTORS: dict[str, Callable[[MicroBatch], torch.Tensor]] = {
-    "sequence_mean": _sequence_share,  # Liger: mean over the rows of the micro-batch
-    "constant_length": _sequence_share,
-    "sequence_sum": _sequence_share,
+    "sequence_mean": _row_weight,  # Liger: mean over all rows of the micro-batch
+    "constant_length": _row_weight,
+    "sequence_sum": _row_weight,
     "local_token_mean": lambda batch: batch.token_weights_BT.sum(),  # Liger: mean over its tokens
     "token_mean": lambda batch: batch.token_weights_BT.amax(),  # Liger: sum; all our weights are equal
 }

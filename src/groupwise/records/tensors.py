@@ -43,6 +43,7 @@ _PROMPT = {"axis": _Axis("prompt")}
 _COMPLETION = {"axis": _Axis("completion")}
 _COMPLETION_NAN = {"axis": _Axis("completion", fill=math.nan)}
 _ROW = {"axis": _Axis("row")}
+_FLAG = {"axis": _Axis("row", fill=False)}
 _LIST = {"axis": _Axis("list", fill=None)}
 
 
@@ -65,8 +66,7 @@ class TokenBatch(WithoutKeys):
     prompt_ids_BL, prompt_mask_BL: left-padded prompts; the mask is 1 on real tokens.
     completion_ids_BT, completion_mask_BT: right-padded completions.
     loss_mask_BT: 1 on tokens with loss: sampled by the policy, in a completion that is not masked.
-    group_ids_B: number of the prompt that a row belongs to, the same for its G completions on all ranks;
-        negative for a dropped completion, which counts in no normalizer.
+    group_ids_B: number of the prompt that a row belongs to, the same for its G completions on all ranks.
     old_logps_BT: float32 log-probs under the behaviour policy; NaN where that is the current policy.
     sampler_logps_BT: float32 log-probs that the sampler reported, NaN where it reported none; None: there is
         no separate sampler.
@@ -77,6 +77,7 @@ class TokenBatch(WithoutKeys):
     weight_digests: per row, digests of the weights that sampled it (``Completion.weight_digest``).
     contexts: per row, where its tokens follow other ids than the prompt (``Completion.contexts``); None: no
         row has such tokens.
+    dropped_B: True for a dropped completion, which counts in no normalizer; None: no row is dropped.
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -94,9 +95,16 @@ class TokenBatch(WithoutKeys):
     contexts: tuple[tuple[tuple[int, list[int]], ...] | None, ...] | None = field(
         default=None, metadata=_LIST
     )
+    dropped_B: torch.Tensor | None = field(default=None, metadata=_FLAG)
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
+
+    @property
+    def kept_B(self) -> torch.Tensor:
+        """(B,) bool, False for dropped rows."""
+        none = torch.zeros_like(self.group_ids_B, dtype=torch.bool)
+        return ~(none if self.dropped_B is None else self.dropped_B)
 
     def row_fields(self) -> dict[str, Any]:
         """Return the fields with one entry per row that are not None, by name."""
@@ -145,11 +153,12 @@ class TokenBatch(WithoutKeys):
         filled: dict[str, Any] = {}
         for name in set(names) - self.row_fields().keys():
             axis, ids_BT = _axes(self)[name], self.completion_ids_BT
-            filled[name] = (
-                (axis.fill,) * len(self)
-                if axis.side == "list"
-                else torch.full(ids_BT.shape, axis.fill, dtype=torch.float32, device=ids_BT.device)  # (B, T)
-            )
+            if axis.side == "list":
+                filled[name] = (axis.fill,) * len(self)
+            elif axis.side == "row":
+                filled[name] = torch.full_like(self.group_ids_B, axis.fill, dtype=torch.bool)  # (B,)
+            else:
+                filled[name] = torch.full_like(ids_BT, axis.fill, dtype=torch.float32)  # (B, T)
         return self._replace(**filled)
 
     @classmethod
