@@ -152,15 +152,14 @@ def test_what_trainer_reads_at_the_start_of_a_run_is_reported_during_it(build, c
     assert messages(caplog) == ["args.learning_rate=1e-05 has no effect on a run that has started"]
 
 
-def _fit(monkeypatch, now, *, each=2, saved=None, written_by=4):
+def _fit(monkeypatch, now, *, each=2, saved=None, written_by=4, **given):
     """The configuration on ``now`` processes after a checkpoint with 8 of 24 completions a step."""
     monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: now))
     config = GRPOConfig(
         "out",
         per_device_train_batch_size=each,
         generation_batch_size=24 if 24 % (each * now) == 0 else None,
-        num_generations=2,
-        **{"use_cpu": True, "bf16": False, "report_to": "none"},
+        **{"num_generations": 2, "use_cpu": True, "bf16": False, "report_to": "none", **given},
     )
     before = take_snapshot(config)
     settings = {"generation_batch_size": 24, "steps_per_generation": 3, "gradient_accumulation_steps": 1}
@@ -179,6 +178,22 @@ def test_accumulation_follows_the_number_of_processes(monkeypatch, caplog, now, 
         assert (values["steps_per_generation"], values["generation_batch_size"]) == (steps, 24)
     assert f"is of 4: gradient_accumulation_steps={accumulation} keeps the 8 compl" in caplog.text
     assert check_step(config, before, new_run=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("group", "dynamic", "warns"),
+    [
+        (3, True, True),  # rounds of any number of prompts on 1 process, of multiples of 4 on 4
+        (2, True, True),  # of multiples of 2 on 4
+        (4, True, False),
+        (3, False, False),
+    ],
+)
+def test_rounds_of_dynamic_sampling_that_depend_on_the_processes_are_a_warning(
+    monkeypatch, caplog, group, dynamic, warns
+):
+    _fit(monkeypatch, 1, num_generations=group, dynamic_sampling=dynamic)
+    assert ("a round on 4 processes, and of 1 on 1: steps may have other prompts" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,32 @@ def test_rows_that_do_not_divide_are_refused() -> None:
         ExperienceBuffer().merge([state], config(0, 4, 1, 1, 1))
     spent = {**state, "entries": []}
     assert ExperienceBuffer().merge([spent], config(0, 4, 1, 1, 1)) == spent
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 4)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batches_of_another_size_have_the_rows_of_the_same_steps(
+    before: int, after: int, ranks: int
+) -> None:
+    """8 rows a step, three steps a generation of two passes; the checkpoint is made after step 4."""
+    left: list[list[int]] = []
+    for entries in generation(ranks, before, 8 // ranks // before):
+        state = {"entries": entries, "num_iterations": 2, "cursor": 32 // ranks // before, "num_groups": 6}
+        buffer = ExperienceBuffer()
+        buffer.restore(buffer.cut(state, after))
+        assert {len(entry) for entry in buffer.entries} == {after}
+        left.append([rows(buffer.take(8 // ranks // after)) for _ in range(2)])
+        assert (buffer.is_empty, buffer.num_groups) == (True, 6)
+    for step in range(2):  # steps 5 and 6 are the last two of the second pass
+        first = (step + 1) * 8
+        assert sorted(row for own in left for row in own[step]) == list(range(first, first + 8))
+
+
+def test_micro_batches_of_a_size_that_does_not_divide_the_rest_are_refused() -> None:
+    state = {"entries": rows_of(range(8)).split(2), "num_iterations": 1, "cursor": 2, "num_groups": 1}
+    with pytest.raises(
+        ConfigError, match=r"=8 cannot divide .* has 8 .* trained on 4; set a divisor of 4, or 2"
+    ):
+        ExperienceBuffer.cut(state, 8)
+    spent = {**state, "entries": []}
+    assert ExperienceBuffer.cut(spent, 8) is spent and ExperienceBuffer.cut(state, 2) is state

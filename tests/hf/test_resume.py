@@ -115,6 +115,19 @@ def test_resume_at_every_step_of_a_reuse_window(tmp_path: Path) -> None:
     _assert_resumes(tmp_path, list(range(1, 10)), make_trainer, **reuse, max_steps=10)
 
 
+def test_resume_with_larger_micro_batches_inside_a_generation(tmp_path: Path) -> None:
+    # 8 completions a step, two steps a generation, as 2 x 4 and then as 1 x 8
+    small = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2}
+    whole = make_trainer(tmp_path / "whole", **small)
+    whole.train()
+    large = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 2}
+    resumed = make_trainer(tmp_path / "resumed", **large, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert resumed.buffer.is_empty
+    for name, tensor in _weights(whole).items():  # another order of summation; a step moves weights by 1e-2
+        torch.testing.assert_close(_weights(resumed)[name], tensor, atol=1e-6, rtol=0)
+
+
 def test_resume_keeps_a_reference_that_moves(tmp_path: Path) -> None:
     # It moves after steps 2, 4 and 6; checkpoints right at a move and between two.
     settings = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}

@@ -164,6 +164,14 @@ def fit_processes(config: GRPOConfig, before: Snapshot, state: dict[str, Any], d
         "completions of an optimizer step",
         *(now, written_by, accumulation, of_step),
     )
+    # Prompts of a round of dynamic sampling come in multiples of this: its completions divide over processes.
+    units = [number // math.gcd(number, config.num_generations) for number in (written_by, now)]
+    if config.dynamic_sampling and units[0] != units[1]:
+        logger.warning(
+            "dynamic_sampling with num_generations=%d samples a multiple of %d prompts a round on %d "
+            "processes, and of %d on %d: steps may have other prompts than without the change",
+            *(config.num_generations, units[0], written_by, units[1], now),
+        )
 
 
 def warn_of_changes_on_resume(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from groupwise.data.exchange import merge_generations
+from groupwise.data.exchange import cut_anew, merge_generations
 from groupwise.records import Experience, SamplerSettings
 
 
@@ -24,6 +24,7 @@ class ExperienceBuffer:
     """
 
     merge = staticmethod(merge_generations)
+    cut = staticmethod(cut_anew)
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -103,3 +104,29 @@ def merge_generations(snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -
     split, count = rows.split(size), len(rows) // (size * ranks)  # micro-batches of all ranks, of one
     own = split[rank::ranks] if by_row else split[rank * count :][:count]
     return {**first, "entries": own, "cursor": taken // (size * ranks)}
+
+
+def cut_anew(snapshot: dict[str, Any], size: int) -> dict[str, Any]:
+    """Cut what is left of a generation into micro-batches of another size, on each rank alone.
+
+    A step of as many completions as before has the same ones: 4 micro-batches of 4 rows, of which 2 are
+    taken, become 2 of 8, of which 1 is taken.
+
+    Args:
+        snapshot: of the buffer of this rank.
+        size: present ``per_device_train_batch_size``.
+
+    Raises:
+        ConfigError: the rows do not divide into such micro-batches.
+    """
+    entries = snapshot["entries"]
+    if not entries or len(entries[0]) == size:
+        return snapshot
+    rows, taken = Experience.concatenate(entries), snapshot["cursor"] * len(entries[0])
+    if len(rows) % size or taken % size:
+        raise ConfigError(
+            f"per_device_train_batch_size={size} cannot divide the generation batch of the checkpoint: a "
+            f"process has {len(rows)} completions and has trained on {taken}; set a divisor of "
+            f"{math.gcd(len(rows), taken)}, or {len(entries[0])} until a new generation begins"
+        )
+    return {**snapshot, "entries": rows.split(size), "cursor": taken // size}

@@ -218,9 +218,13 @@ def load_states(
 def state_of_rank(
     states: Sequence[dict[str, Any]], components: Mapping[str, Any], config: GRPOConfig
 ) -> dict[str, Any]:
-    """Return the state of this rank: the only one, or merged from those of another number of ranks."""
+    """Return the state of this rank: the only one, or merged from those of another number of ranks.
+
+    Its generation is cut into micro-batches of the present size.
+    """
     if states[0]["world_size"] == config.world_size:
-        return states[0]
+        cut = getattr(components["buffer"], "cut", lambda snapshot, _: snapshot)  # none in TRL's buffer
+        return {**states[0], "buffer": cut(states[0]["buffer"], config.per_device_train_batch_size)}
     merged = {
         name: component.merge([state.get(name, {}) for state in states], config)
         for name, component in components.items()
