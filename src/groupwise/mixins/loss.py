@@ -51,8 +51,10 @@ class LossMixin:
             the entries of ``window`` with token, sequence and entropy weights.
         """
         counted_B, sizes = torch.cat([batch.kept_B for batch in window]), [*map(len, window)]
+        # Padding is at the end of the window. Like a dropped row it is in no denominator: a group of 8 with a
+        # failed rollout is trained as one of 7.
         counted_B[len(counted_B) - num_padding_rows :] = False
-        sequences_B = counted_B.long()  # 0: a dropped row, or padding
+        sequences_B = counted_B.long()  # 1 per row that counts
         if by_row := self.args.rollout_credit == "row":
             from groupwise.core.row_weights import count_rows, weigh_rows
 
@@ -66,7 +68,7 @@ class LossMixin:
         totals = self.accelerator.reduce(torch.stack(local), "sum").tolist()
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
-        micro_batches = max(totals[3], 1) / world_size
+        micro_batches = max(totals[3], 1) / world_size  # without those of dropped rows or padding alone
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         needed = normalizer.needs_group_tokens
         group_tokens = self._count_group_tokens(window, counted_B) if needed else {}
