@@ -256,7 +256,7 @@ def test_a_rollout_of_masked_rows_counts_as_one_and_a_dropped_one_as_none(tmp_pa
     """Three rows of one rollout, of which one has loss tokens; a rollout without any; a dropped rollout."""
     mask = torch.tensor([[0, 1, 0], [0, 0, 0], [0, 0, 0]])
     contexts = (((1, [9]), (2, [8])), ((1, [9]),), None)
-    batch = experience(mask, [0, 0, -1], contexts)
+    batch = replace(experience(mask, [0, 0, 0], contexts), dropped_B=torch.tensor([False, False, True]))
     assert count_rows(batch).tolist() == [1, 1, 1]
     run = trainer(
         tmp_path, score_reward, rollout_func=rollouts_in(2), rollout_credit="row", loss_type="luspo"
