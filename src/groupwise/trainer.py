@@ -190,8 +190,8 @@ class GRPOTrainer(
             check_columns(reward_funcs, named_columns(train_dataset, eval_dataset))
         processing_class = load_processing_class(processing_class, model, args)
         check_template(agents, processing_class, args)  # before the model is loaded
-        as_rendered = None if rollout_func is not None else agents.as_rendered
-        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, as_rendered)
+        renders = rollout_func is None and agents.renders_prompts
+        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, renders)
         set_seed(args.seed)  # all ranks initialise the same adapters
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_image_model(policy, processing_class)

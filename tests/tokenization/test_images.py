@@ -58,7 +58,7 @@ def test_a_row_without_images_is_text(column):
 
 def test_rows_without_an_image_column_are_returned_as_they_are():
     for prompt in ("w1", chat(ASK), [{"role": "user", "content": "w1"}]):
-        assert insert_images({"prompt": prompt}) is prompt
+        assert insert_images({"prompt": prompt}) == prompt
 
 
 @pytest.mark.parametrize(

@@ -294,11 +294,13 @@ NO_TEMPLATE = {"chat_template": None}
         (chat("w1", name=["\udfff"]), {}, "the prompt has a lone surrogate"),
         (chat(None), {}, r"message 0 of the prompt has no content, .*; give it a text, if only ''"),
         ([*chat("w1"), {"role": "assistant", "tool_calls": None}], {}, "message 1 of the prompt has no con"),
-        (chat(BLOCKS), {}, r"prints a list of content blocks .* take strings as content"),
+        (chat([*BLOCKS, {"type": "image"}]), {}, r"block {'type': 'image'}, but a tokenizer reads text"),
+        (chat(["w3"]), {}, "content block 'w3', but a tokenizer reads text only; allowed: {'type': 'text',"),
+        (chat("w1"), {"chat_template": "{% for m in messages %}w2{% endfor %}"}, r"\(it leaves out 'w1'\): "),
         (chat("w1"), {"chat_template": "{{ raise_exception('who?') }}"},
          r"cannot render the prompt \(TemplateError: who\?\): .*; change the messages"),
         (chat("w1"), NO_TEMPLATE, "is a list of messages, but the .* has no chat template; set proc"),
-        (chat("w1"), {"chat_template": "{% if false %}w{% endif %}"}, "chat template renders nothing for"),
+        (chat(""), {"chat_template": "{% if false %}w{% endif %}"}, "chat template renders nothing for"),
         ("  ", {}, "the tokenizer finds no token in the prompt '  '; change the prompt$"),
         ("w1 w99", {"added": ["w99"]}, r"the token 'w99' \(id 32\), .* 32 token embeddings and .* 33 tokens"),
         (chat("w1 w99"), {"added": ["w99"]}, r"the token 'w99' \(id 32\), .*resize_token_embeddings\(33\)"),
@@ -324,7 +326,8 @@ def test_prompts_of_every_kind_that_makes_tokens_are_accepted(tmp_path):
     reads_blocks = tokenizer()
     reads_blocks.chat_template = (
         "{% for m in messages %}<user> {% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for block in m.content or [] %}{{ block.text }}{% endfor %}{% endif %} {% endfor %}"
+        "{% for block in m.content or [] %}{{ block.text }}{% endfor %}{% endif %} "
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"
     )
     reads_blocks.add_tokens(["w99"])
     calls = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "w1"}}]}]

@@ -110,8 +110,7 @@ class AgentLoop(ABC):
         reads_images: messages may have images.
         provides_tasks: rows need no prompt, because environments have the tasks.
         is_routed: the column ``environment`` selects the environment of a row.
-        as_rendered: returns a prompt as the chat template gets it, for checks of the dataset; None: rows have
-            no prompts.
+        renders_prompts: the chat template renders the prompts of rows, which are checked for it.
     """
 
     executor: CallExecutor
@@ -122,7 +121,7 @@ class AgentLoop(ABC):
     reads_images: bool = False
     provides_tasks: bool = True
     is_routed: bool = False
-    as_rendered: Callable[[Prompt], Prompt] | None = None
+    renders_prompts: bool = False
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:

@@ -371,7 +371,6 @@ class MultiTurnRollouts:
             row_images(rollout.row) if self.loop.reads_images else (),
             kwargs,
             self.max_prompt_length,
-            text_only=True,
         )
         trajectory = Trajectory(prompt_ids, self.max_completion_length, rollout.context_length)
         if trajectory.remaining_tokens < 1:

@@ -18,7 +18,6 @@ from groupwise.generation.base import GenerationBackend
 from groupwise.policy.introspection import context_length
 from groupwise.records import RolloutFunction
 from groupwise.threads import CallExecutor
-from groupwise.tokenization.prompts import Prompt
 from groupwise.tokenization.text import ProcessingClass
 
 if TYPE_CHECKING:
@@ -31,13 +30,10 @@ class SingleTurn(AgentLoop):
     """Rollouts without tools and environments: one turn of the policy, which the trainer samples itself."""
 
     is_multi_turn = has_later_turns = provides_tasks = False
+    renders_prompts = True
 
     def __init__(self) -> None:
         self.executor = CallExecutor()
-
-    @staticmethod
-    def as_rendered(prompt: Prompt) -> Prompt:
-        return prompt
 
     def run_rollout(self, rollout: Rollout) -> Steps:
         yield TurnRequest(rollout.row["prompt"])

@@ -16,7 +16,7 @@ from groupwise.errors import AgentError, ConfigError, boundary
 from groupwise.records import copied
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.images import insert_images
-from groupwise.tokenization.prompts import Message, is_conversational, with_text_content
+from groupwise.tokenization.prompts import Message, is_conversational
 from groupwise.tokenization.tool_calls import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class ToolLoop(AgentLoop):
         scores_rollouts: ``get_reward`` is called at the end of a rollout, so that the rollout fails with it.
     """
 
-    reads_images = True
-    as_rendered = staticmethod(with_text_content)
+    reads_images = renders_prompts = True
 
     def __init__(
         self,

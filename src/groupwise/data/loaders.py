@@ -35,7 +35,6 @@ from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import context_length, text_config
 from groupwise.records import Row
-from groupwise.tokenization.prompts import Prompt
 from groupwise.tokenization.text import ProcessingClass, text_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -253,12 +252,12 @@ def prepare_data(
     config: GRPOConfig,
     model: str | PreTrainedModel,
     processing_class: ProcessingClass,
-    as_rendered: Callable[[Prompt], Prompt] | None = None,
+    renders: bool = False,
 ) -> TrainerData:
     """Check every prompt that is available now; prompts computed on access are checked when they are read.
 
     Args:
-        as_rendered: returns a prompt as the chat template gets it; None: user code renders prompts.
+        renders: the prompts are rendered to tokens here; False: by user code.
 
     Raises:
         ConfigError: naming the dataset with two image columns, or with one and no processor; or the row whose
@@ -275,7 +274,7 @@ def prepare_data(
         )
 
     def check(name: str) -> PromptCheck:
-        return PromptCheck(name, processing_class, config, context, num_embeddings, as_rendered)
+        return PromptCheck(name, processing_class, config, context, num_embeddings, renders=renders)
 
     rows = None if train_dataset is None else checked_rows(train_dataset, check("train_dataset"))
     evaluated = named_datasets(None, eval_dataset).items()

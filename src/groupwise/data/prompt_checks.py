@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -19,8 +19,11 @@ from groupwise.tokenization.prompts import (
     render_chat,
     text_problem,
     tokenize_prompt,
+    with_text_content,
+    without_added_keys,
 )
 from groupwise.tokenization.text import (
+    content_blocks,
     message_text,
     replace_surrogates,
     text_tokenizer,
@@ -40,7 +43,7 @@ class PromptCheck:
         name: the dataset, for messages.
         context: limit of prompt and completion; None: no limit.
         num_embeddings: tokens that the model embeds; None: unknown.
-        as_rendered: returns the prompt as the chat template gets it; None: user code renders prompts.
+        renders: the prompt is rendered to tokens here; False: by user code.
     """
 
     def __init__(
@@ -50,16 +53,17 @@ class PromptCheck:
         config: GRPOConfig,
         context: Context | None,
         num_embeddings: int | None = None,
-        as_rendered: Callable[[Prompt], Prompt] | None = None,
+        *,
+        renders: bool = False,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer = text_tokenizer(processing_class)
         self.processing_class = processing_class
         self.config = config
         self.template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
-        self.as_rendered = as_rendered
+        self.renders = renders
         self.problems: set[str] = set()  # of texts, each warned about once
-        self.rendered_shapes: set[object] = set()  # of prompts that rendered without a problem
+        self.rendered_shapes: set[int] = set()  # of prompts that rendered without a problem
         self.num_embeddings = num_embeddings
         # The image tokens of a processor may have an embedding of their own.
         size = None if is_processor(processing_class) else num_embeddings
@@ -111,25 +115,24 @@ class PromptCheck:
                 f"{prompt!r:.200}; repair the text, for example with text.encode('utf-16', "
                 "'surrogatepass').decode('utf-16', 'replace')"
             )
-        if self.as_rendered is not None:
-            self._check_tokens(prompt, index, self.as_rendered)
+        if self.renders:
+            prompt = self._check_tokens(without_added_keys(prompt), index)
         if self.context is not None:
             self._check_length(prompt, self.context)
 
-    def _check_tokens(self, prompt: Prompt, index: int, as_rendered: Callable[[Prompt], Prompt]) -> None:
-        """Check that the prompt has tokens, all of which the model embeds.
+    def _check_tokens(self, prompt: Prompt, index: int) -> Prompt:
+        """Check that the prompt has tokens, all of which the model embeds; return it as the template gets it.
 
-        A chat template decides by the roles and the kinds of content, so that one chat of each shape is
-        rendered; so is every prompt that may have a token without an embedding.
+        A chat template decides by roles, keys and types, so that one chat of each shape is rendered; so is
+        every prompt that may have a token without an embedding.
         """
         with_images = is_processor(self.processing_class)
-        given = prompt if with_images else as_rendered(prompt)
         if isinstance(prompt, str):
             problem = text_problem(self.tokenizer, prompt, adds_bos=not with_images)
             if problem and problem not in self.problems:
                 self.problems.add(problem)
                 logger.warning("%s, row %d: %s", self.name, index, problem)
-        chat = given if is_conversational(given) else []
+        chat = prompt if is_conversational(prompt) else []
         for i, message in enumerate(chat):
             # Tool calls or thoughts may be in the place of the content.
             others = [value for key, value in message.items() if key not in ("role", "name", "content")]
@@ -139,12 +142,15 @@ class PromptCheck:
                 f"message {i} of the prompt has no content, which a chat template prints as "
                 f"'None' or rejects: {prompt!r:.200}; give it a text, if only '', or remove the message"
             )
-        shape = _shape(given)
+        given = prompt if with_images else with_text_content(prompt)
+        if with_images and chat:
+            given = [{**message, "content": content_blocks(message)} for message in chat]
+        shape = hash(_shape(given))
         if shape in self.rendered_shapes and not self._may_lack_embedding(given):
-            return
+            return given
         text = given
         if is_conversational(given):
-            text = render_chat(self.processing_class, given, self.template_kwargs, with_images=with_images)
+            text = render_chat(self.processing_class, given, self.template_kwargs)
         if with_images:  # the tokens of images are known only after processing them
             ids, is_empty = [], not text
         else:
@@ -162,8 +168,9 @@ class PromptCheck:
                 f"tokenizer {len(self.tokenizer)} tokens; use the model's own tokenizer, or pass the model "
                 f"after model.resize_token_embeddings({len(self.tokenizer)})"
             )
-        if shape is not None:
+        if not (isinstance(prompt, str) and prompt.isspace()):  # some whitespace may have a token
             self.rendered_shapes.add(shape)
+        return given
 
     def _may_lack_embedding(self, prompt: Prompt) -> bool:
         if not self.unembedded or self.is_other_vocabulary:
@@ -196,11 +203,15 @@ class PromptCheck:
             )
 
 
-def _shape(prompt: Prompt) -> object:
-    """Return a key that is equal for prompts that render alike; None if a prompt is like no other."""
-    if is_conversational(prompt):
-        return tuple((message["role"], type(message.get("content"))) for message in prompt)
-    return None if cast(str, prompt).isspace() else str
+def _shape(value: Any, key: str = "") -> object:
+    """Return the roles, keys and types of messages, and which texts are blank: by these, templates differ."""
+    if isinstance(value, Mapping):
+        return tuple((name, _shape(each, name)) for name, each in value.items())
+    if isinstance(value, list):
+        return tuple(_shape(each, key) for each in value)
+    if key in ("role", "type"):
+        return value
+    return bool(value.strip()) if isinstance(value, str) else type(value)
 
 
 def known_prompts(dataset: Any) -> Iterable[Any] | None:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.errors import ConfigError, boundary
 from groupwise.rewards.runtime.models import ModelReward, model_title
-from groupwise.tokenization.prompts import Prompt, tokenize_prompt
+from groupwise.tokenization.prompts import Prompt, is_conversational, tokenize_prompt
+from groupwise.tokenization.text import message_text
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +206,8 @@ class StepScorer(ModelReward):
 
     def _inputs(self, prompt: Prompt, steps: Sequence[Step]) -> tuple[list[int], list[int]]:
         """Return the token ids of prompt, steps and step tokens, and where the steps are scored."""
+        if is_conversational(prompt):
+            prompt = [{**message, "content": message_text(message)} for message in prompt]
         ids, scored = tokenize_prompt(self.tokenizer, prompt, self.template_kwargs), []
         for step in steps:
             # Encoded one by one: no token of the model spans the end of a step.

@@ -20,6 +20,7 @@ from groupwise.tokenization.prompts import (
     is_conversational,
     tokenize_prompt,
     with_text_content,
+    without_added_keys,
 )
 from groupwise.tokenization.text import ProcessingClass, content_blocks
 
@@ -52,13 +53,13 @@ def insert_images(row: Mapping[str, Any]) -> Prompt:
     """Return the prompt of a row with the images of its columns in content blocks.
 
     The k-th image block without an image gets the k-th image of the column. If the prompt has no image block,
-    the images come before the text of the first user message. The prompt is returned as it is if it is plain
-    text or the row has no image column.
+    the images come before the text of the first user message. Keys that Arrow added are removed
+    (:func:`without_added_keys`).
 
     Raises:
         ConfigError: the numbers of empty image blocks and of images differ.
     """
-    prompt: Prompt = row["prompt"]
+    prompt = without_added_keys(row["prompt"])
     if not is_conversational(prompt) or not any(column in row for column in IMAGE_COLUMNS):
         return prompt
     messages = [{**message, "content": content_blocks(message)} for message in prompt]
@@ -104,8 +105,6 @@ def encode_prompt(
     images: Sequence[Image] = (),
     template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = None,
-    *,
-    text_only: bool = False,
 ) -> tuple[list[int], ImageInputs | None]:
     """Tokenize a prompt with a tokenizer, or with a processor together with its images.
 
@@ -114,7 +113,6 @@ def encode_prompt(
             image token at the position of each of ``images``.
         images: images of the row, for a text prompt.
         max_length: longer prompts are truncated on the left, but never within an image.
-        text_only: a tokenizer's template gets strings as contents, not blocks.
 
     Returns:
         Token ids including those of the images, and the model's other inputs; None with a tokenizer.
@@ -128,8 +126,7 @@ def encode_prompt(
         if count:
             raise processor_required(f"a row has {count} image(s)", processing_class)
         tokenizer = cast(PreTrainedTokenizerBase, processing_class)
-        prompt = with_text_content(prompt) if text_only else prompt
-        return tokenize_prompt(tokenizer, prompt, template_kwargs, max_length), None
+        return tokenize_prompt(tokenizer, with_text_content(prompt), template_kwargs, max_length), None
     if is_conversational(prompt):
         ids, inputs = _process_chat(processing_class, prompt, template_kwargs)
     else:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.errors import ConfigError
-from groupwise.tokenization.text import content_blocks, content_text, message_text
+from groupwise.tokenization.text import content_text, message_text
 
 #: A chat message ``{"role": ..., "content": ...}``; the content is a string or a list of content blocks.
 Message = dict[str, Any]
@@ -95,13 +95,12 @@ def render_chat(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     messages: list[Message],
     template_kwargs: Mapping[str, Any] | None = None,
-    *,
-    with_images: bool = False,
 ) -> str:
-    """Return a chat as the text of its template; ``with_images``: that of a processor, images as tokens.
+    """Return a chat as the text of its template; contents are strings, for a processor content blocks.
 
     Raises:
-        ConfigError: there is no template, it fails, or it prints a list of content blocks.
+        ConfigError: there is no template, it fails, it prints a list of content blocks, or it leaves out the
+            text or a tool call of a message.
     """
     kind = type(processing_class).__name__
     if not ((template_kwargs or {}).get("chat_template") or getattr(processing_class, "chat_template", None)):
@@ -109,22 +108,39 @@ def render_chat(
             f"the prompt is a list of messages, but the {kind} has no chat template; set "
             "processing_class.chat_template, pass the tokenizer of a chat model, or make prompts strings"
         )
-    chat = [{**m, "content": content_blocks(m)} for m in messages] if with_images else messages
     options = generation_options(messages, template_kwargs)
+    marks: dict[str, str] = {}
     try:
-        text = str(cast(Any, processing_class).apply_chat_template(chat, tokenize=False, **options))
+        text, marked = (
+            str(cast(Any, processing_class).apply_chat_template(chat, tokenize=False, **options))
+            for chat in (messages, _marked(messages, marks))
+        )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     else:
-        blocks = [m["content"] for m in messages if isinstance(m.get("content"), list)]
-        if with_images or not any(str(content) in text for content in blocks):
+        blocks = [m["content"] for m in messages if m["content"] and isinstance(m["content"], list)]
+        lost = [text for mark, text in marks.items() if mark not in marked]
+        if not lost and not any(str(content) in text for content in blocks):
             return text
-        reason = "it prints a list of content blocks instead of its text"
+        reason = f"it leaves out {lost[0]!r:.80}" if lost else "it prints a list of content blocks as it is"
     raise ConfigError(
-        f"the chat template of the {kind} cannot render the prompt ({reason}): "
-        f"{messages!r:.200}; change the messages (templates of text models take strings as "
-        "content), or set processing_class.chat_template"
+        f"the chat template of the {kind} cannot render the prompt ({reason}): {messages!r:.200}; change the "
+        "messages, set processing_class.chat_template, or pass the processor of a vision-language model"
     )
+
+
+def _marked(value: Any, marks: dict[str, str], key: str = "") -> Any:
+    """Copy messages with a mark at the end of every text and name of a called tool, added to ``marks``."""
+    if isinstance(value, list):
+        return [_marked(each, marks, key) for each in value]
+    if isinstance(value, Mapping):
+        read = ("content", "tool_calls") if "role" in value else value  # others may be left out
+        return {k: _marked(each, marks, k) if k in read else each for k, each in value.items()}
+    if key not in ("content", "text", "name") or not isinstance(value, str) or not value.strip():
+        return value
+    mark = f"mark{len(marks)}."
+    marks[mark] = value
+    return value + mark
 
 
 def text_problem(tokenizer: PreTrainedTokenizerBase, prompt: str, *, adds_bos: bool = True) -> str:
@@ -167,6 +183,26 @@ def join_conversation(
         return cast(str, prompt) + cast(str, completion)
     continued = continues_final_message(prompt, template_kwargs)
     return [*(prompt[:-1] if continued else prompt), *completion]
+
+
+def without_added_keys(prompt: Prompt) -> Prompt:
+    """Return a copy of the prompt without keys of None in messages and tool calls; contents stay as they are.
+
+    Arrow gives every message, and the arguments of every call, the keys of all in the dataset. A null that is
+    meant as an argument cannot be distinguished; arguments that are a JSON string keep it.
+    """
+    if not is_conversational(prompt):
+        return prompt
+    kept = [{"content": message["content"]} if "content" in message else {} for message in prompt]
+    return [{**_without_none(message), **content} for message, content in zip(prompt, kept, strict=True)]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return value
 
 
 def with_text_content(prompt: Prompt) -> Prompt:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from groupwise.records.images import ImageInputs
 from groupwise.tokenization.images import is_processor, process_text, processor_required, prompt_images
-from groupwise.tokenization.prompts import Message, tokenize_prompt
+from groupwise.tokenization.prompts import Message, tokenize_prompt, with_text_content
 from groupwise.tokenization.templates import select_turn_template, tool_call_message
 from groupwise.tokenization.text import ProcessingClass, content_blocks, text_tokenizer
 from groupwise.tokenization.tool_calls import ToolSchema, TurnParser
@@ -134,6 +134,8 @@ class Renderer:
     def _render(self, messages: list[Message], **template_kwargs: object) -> str:
         if self.processor is not None:  # templates of vision-language models expect content blocks
             messages = [{**message, "content": content_blocks(message)} for message in messages]
+        else:
+            messages = cast(list[Message], with_text_content(messages))
         kwargs = {**self.template_kwargs, **template_kwargs}
         kwargs.pop("continue_final_message", None)  # of prompts only
         return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))

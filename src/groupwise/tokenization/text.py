@@ -52,12 +52,12 @@ def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
     """
     if isinstance(content, str):
         return content
-    other = [block.get("type") for block in content if block.get("type") != "text"]
-    if other:
-        raise ConfigError(
-            f"content block of type {other[0]!r}, but with a tokenizer, tools and environments support text "
-            "only; allowed: type 'text'"
-        )
+    for block in content:
+        if not (isinstance(block, Mapping) and block.get("type") == "text" and "text" in block):
+            raise ConfigError(
+                f"content block {block!r:.80}, but a tokenizer reads text only; allowed: {{'type': 'text', "
+                "'text': ...}; for images pass the processor of a vision-language model as processing_class"
+            )
     return "".join(block["text"] for block in content)
 
 

@@ -38,7 +38,13 @@ from groupwise.policy.loading import load_processing_class
 from groupwise.policy.quantization import check_quantization
 from groupwise.rewards.runtime.loading import check_columns, check_rewards
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.prompts import is_conversational, text_problem, tokenize_prompt
+from groupwise.tokenization.prompts import (
+    is_conversational,
+    text_problem,
+    tokenize_prompt,
+    with_text_content,
+    without_added_keys,
+)
 from groupwise.tokenization.text import end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
@@ -164,8 +170,8 @@ def _check_prompts(
     """
     processor = load_processing_class(None, settings.model, config)
     check_template(agents, processor, config)
-    as_rendered = None if settings.rollout_func else agents.as_rendered
-    prepare_data(*datasets, config, settings.model, processor, as_rendered)
+    renders = not settings.rollout_func and agents.renders_prompts
+    prepare_data(*datasets, config, settings.model, processor, renders)
     if settings.dataset is None:
         return [], []
     train_dataset = datasets[0]
@@ -184,9 +190,12 @@ def _check_prompts(
     except OSError:  # models without generation_config.json
         generation = text_config(settings.model, config)
     ends = end_tokens(generation, tokenizer)
-    report.add(tokenizer_findings(tokenizer, ends, rows[0]["prompt"], kwargs))
-    progress = tqdm(rows, desc="prompts", leave=False, file=sys.stderr)
-    lengths = [len(tokenize_prompt(tokenizer, row["prompt"], kwargs)) for row in progress]
+    prompts = [without_added_keys(row["prompt"]) for row in rows]
+    if not is_processor(processor):
+        prompts = [with_text_content(prompt) for prompt in prompts]
+    report.add(tokenizer_findings(tokenizer, ends, prompts[0], kwargs))
+    progress = tqdm(prompts, desc="prompts", leave=False, file=sys.stderr)
+    lengths = [len(tokenize_prompt(tokenizer, prompt, kwargs)) for prompt in progress]
     context = context_length(settings.model, config)
     report.add(length_findings(lengths, config, context and context.tokens, f"{len(rows)} prompts"))
     return rows, [min(length, config.max_prompt_length or length) for length in lengths]

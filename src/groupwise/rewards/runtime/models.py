@@ -11,7 +11,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
 from groupwise.tokenization.prompts import Prompt, join_conversation
-from groupwise.tokenization.text import set_pad_token, tokens_without_embedding, with_rendered_results
+from groupwise.tokenization.text import (
+    message_text,
+    set_pad_token,
+    tokens_without_embedding,
+    with_rendered_results,
+)
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -146,4 +151,5 @@ class RewardModel(ModelReward):
         # Prompts end where a completion begins; here the completion is part of the conversation.
         of_prompts = ("add_generation_prompt", "continue_final_message")
         kwargs = {name: value for name, value in self.template_kwargs.items() if name not in of_prompts}
-        return str(self.tokenizer.apply_chat_template(with_rendered_results(whole), tokenize=False, **kwargs))
+        chat = [{**message, "content": message_text(message)} for message in with_rendered_results(whole)]
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **kwargs))
