@@ -94,7 +94,6 @@ MIXINS = [
         ("(spread_FP > 1e-12 * magnitude_FP)", "(spread_FP > 0)"),
         ("(spread_FP < 100 * error_FP)", "(spread_FP < error_FP)"),
         ("is_rounded_FP.any(-1)", "is_rounded_FP.all(-1)"),
-        ("masked_fill(missing_FPG, math.inf)", "masked_fill(missing_FPG, 0.0)"),
         (
             "local=rows_of_rank(self.accelerator.process_index, ",
             "local=rows_of_rank(0, ",

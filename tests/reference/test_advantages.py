@@ -78,6 +78,12 @@ def test_equal_rewards_have_no_advantage(name, kind, scale):
     assert not got[0].any() and got[1].any()
 
 
+def test_equal_values_have_no_deviation():
+    assert core.nan_std(torch.tensor([[1000.3], [math.nan]] * 7), 0).tolist() == [[0.0]]
+    found = core.nan_std(torch.tensor([[1.0, 3.0, math.nan], [2.0, 2.0, math.nan]]), -1)
+    assert found.tolist() == [[pytest.approx(2**0.5)], [0.0]]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in EQUAL if "sums" not in name])
 def test_equal_rewards_have_no_advantage_if_each_function_is_normalized(name, kind):

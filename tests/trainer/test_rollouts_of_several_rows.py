@@ -15,10 +15,10 @@ import pytest
 import torch
 from support.runs import policy, prompts, tokenizer, trainer
 
-from groupwise import GRPOCallback
+from groupwise import GRPOCallback, GRPOTrainer
 from groupwise.core.row_weights import count_rows, weigh_rows
 from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.records import Experience
 
 END = 1
@@ -313,6 +313,39 @@ def test_rewards_tables_and_metrics_count_rollouts(tmp_path: Path) -> None:
     ]
     assert log["completions/max_length"] <= max(trained) and log["rollouts/computed_share"] < 1
     assert "eval_rollouts/rows" in run.state.log_history[1]
+
+
+@pytest.mark.parametrize("returns_to_main", [True, False])
+def test_step_rewards_need_the_order_of_time(tmp_path: Path, returns_to_main: bool) -> None:
+    def rollout(texts: list[str], run: Any) -> dict[str, list[Any]]:
+        output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "rollout_ids": []}
+        for i, text in enumerate(texts):  # a of the main agent, c of a sub-agent, b of the main agent
+            main = run.processing_class(text)["input_ids"]
+            rows = [(main, [7]), ([30, 9], [8 + i]), ([*main, 7], [6]) if returns_to_main else ([3, 5], [6])]
+            for prompt, ids in rows:
+                output["prompt_ids"].append(prompt)
+                output["completion_ids"].append(ids)
+                output["rollout_ids"].append(i)
+        return output
+
+    def steps(completion_ids: list[list[int]], **_: Any) -> list[list[tuple[int, float]]]:
+        return [[(len(ids) - 1, float(i))] for i, ids in enumerate(completion_ids)]
+
+    class Watched(GRPOTrainer):
+        def compute_advantages(self, rewards: Any) -> Any:
+            seen.append(super().compute_advantages(rewards))
+            return seen[-1]
+
+    seen: list[torch.Tensor] = []
+    given: dict[str, Any] = {"rollout_func": rollout, "max_steps": 1, "kind": Watched}
+    if returns_to_main:  # tokens a b | c: c was sampled before b
+        with pytest.raises(RewardError, match="'steps' returned step rewards for rollout 0, whose last row"):
+            trainer(tmp_path, steps, **given).train()
+        trainer(tmp_path, steps, **given, advantage_baseline="per_token").train()
+        assert seen[-1].tolist() == [[0.0, float(i), 0.0] for i in range(4)]
+    else:  # tokens a | c | b
+        trainer(tmp_path, steps, **given).train()
+        assert (seen[-1] == seen[-1][:, :1]).all() and seen[-1][0, 0] != 0
 
 
 def test_a_resumed_run_continues_inside_a_generation(tmp_path: Path) -> None:

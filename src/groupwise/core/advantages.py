@@ -34,7 +34,7 @@ class AdvantageSettings:
 Baseline = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _above_lowest(values: torch.Tensor, dim: int, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
+def above_lowest(values: torch.Tensor, dim: int, rounding: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Subtract the lowest value along ``dim``, ignoring NaN; differences up to ``rounding`` become 0.
 
     Equal values give zeros, whose mean is exactly 0. The float32 mean of seven times 1000.3 is 1000.2999, and
@@ -48,7 +48,7 @@ def nan_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     """Unbiased standard deviation that ignores NaN and keeps ``dim``; exactly 0 for equal values."""
     present = ~values.isnan()
     count = present.sum(dim, keepdim=True)  # 1 in place of dim
-    values = _above_lowest(values, dim)
+    values = above_lowest(values, dim)
     # NaN adds nothing to the sum of squares.
     centred = torch.where(present, values - values.nanmean(dim, keepdim=True), 0.0)
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
@@ -132,16 +132,14 @@ def _combine(values_NF: torch.Tensor, rewards: GroupRewards, aggregation: str) -
 def _compared(
     rewards: GroupRewards, aggregation: str, baseline: Baseline
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Aggregate the rewards, normalized first if the aggregation says so, and compare them in their group.
+    """Aggregate raw or normalized rewards: totals, and differences from the group's lowest, (P, G) each.
 
-    Returns:
-        totals (P, G), and their differences from the lowest of their group (P, G): all 0 where the rewards of
-        a group are equal. Sums of several functions are equal within 1e-6 of their terms.
+    Differences are 0 where rewards are equal; sums of several functions are equal within 1e-6 of their terms.
     """
     rule, values_NF, size = AGGREGATIONS[aggregation], rewards.rewards_NF, rewards.num_generations
     num_functions = values_NF.shape[1]
     if rule.normalize_first:
-        scaled_FPG = _above_lowest(values_NF.T.reshape(num_functions, -1, size), -1)  # (N, F) -> (F, P, G)
+        scaled_FPG = above_lowest(values_NF.T.reshape(num_functions, -1, size), -1)  # (N, F) -> (F, P, G)
         scaled_FPG = (scaled_FPG - baseline(scaled_FPG)) / (nan_std(scaled_FPG, -1) + STD_EPSILON)
         values_NF = scaled_FPG.flatten(1).T
         total_N = _combine(values_NF, rewards, aggregation)
@@ -149,11 +147,11 @@ def _compared(
         total_N = total_rewards(rewards, aggregation)
     total_PG = total_N.reshape(-1, size)
     if num_functions == 1:
-        return total_PG, _above_lowest(total_PG, -1)
+        return total_PG, above_lowest(total_PG, -1)
     # 0.6 + 0.3 - 0.9 is 6e-8 in float32, and the order of a sum may differ between rows.
     terms_NF = values_NF * rewards.weights_F if rule.combine is weighted_sum else total_N.unsqueeze(1)
     scale_P1 = terms_NF.abs().nansum(-1).reshape(-1, size).amax(-1, keepdim=True)  # (N, F) -> (N,) -> (P, 1)
-    return total_PG, _above_lowest(total_PG, -1, _ROUNDING * scale_P1)
+    return total_PG, above_lowest(total_PG, -1, _ROUNDING * scale_P1)
 
 
 def has_variance(rewards: GroupRewards, aggregation: str = "sum_then_normalize") -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import has_variance, nan_std, total_rewards, with_small_groups
+from groupwise.core.advantages import above_lowest, has_variance, nan_std, total_rewards, with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import RewardError, TrainingError, warn_once
@@ -24,7 +24,7 @@ from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards
 from groupwise.reporting.metrics import checked_metrics
-from groupwise.rewards.process import StepScorer
+from groupwise.rewards.process import StepScorer, check_step_order
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
 from groupwise.rewards.runtime.partial import PartialReward
 from groupwise.rewards.texts import RewardLog
@@ -87,6 +87,10 @@ class RewardMixin:
                     log_extra=log.log_extra,
                     log_metric=log.log_metric,
                 )
+                completions = [rollouts.completions[row] for row in kept]
+                # The tokens in front of a step get its reward; after a fork they may not be those before it.
+                if args.advantage_baseline != "per_token" and any(c.contexts for c in completions):
+                    check_step_order(names, calls.rewards_FB, completions)
         except RewardError as error:
             failure = error  # raised by all ranks in _gather_rewards
         # kept [0, 2] of B = 3 rows, values [1.0, 0.5] -> [1.0, nan, 0.5]
@@ -258,9 +262,7 @@ def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[in
         return []
     rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)  # (F, N) -> (F, P, G)
     error_FP = (rewards_FPG - rewards_FPG.float().double()).abs().nan_to_num(0.0).amax(-1)
-    missing_FPG = rewards_FPG.isnan()  # left out of the extremes; a group without rewards has spread -inf
-    largest_FP = rewards_FPG.masked_fill(missing_FPG, -math.inf).amax(-1)
-    spread_FP = largest_FP - rewards_FPG.masked_fill(missing_FPG, math.inf).amin(-1)
+    spread_FP = above_lowest(rewards_FPG, -1).nan_to_num(0.0).amax(-1)
     magnitude_FP = rewards_FPG.abs().nan_to_num(0.0).amax(-1)
     # 1e9 + [0, 1, 2, 3] has a spread of 3, but neighbours in float32 are 64 apart there.
     is_rounded_FP = (spread_FP > 1e-12 * magnitude_FP) & (spread_FP < 100 * error_FP)

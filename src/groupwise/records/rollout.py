@@ -269,14 +269,12 @@ class GroupRewards:
     def steps_vary(self) -> torch.Tensor:
         """Return which groups have step rewards that differ (P,); functions of weight 0 do not count."""
         size = self.num_generations
-        varies_P = torch.zeros(len(self.rewards_NF) // size, dtype=torch.bool)  # (P,), P = N / G
         weighted = [steps_N for column, steps_N in self.step_rewards.items() if self.weights_F[column] != 0]
-        for steps_N in weighted:
-            for group in range(len(varies_P)):
-                rows = steps_N[group * size : (group + 1) * size]  # the G completions of one prompt
-                # With one value, all steps of the group are equally good.
-                varies_P[group] |= len({reward for steps in rows for _, reward in steps}) > 1
-        return varies_P
+        values = [  # by group: of each function the values of all steps; with one, they are equally good
+            [{reward for steps in steps_N[i : i + size] for _, reward in steps} for steps_N in weighted]
+            for i in range(0, len(self.rewards_NF), size)
+        ]
+        return torch.tensor([any(len(each) > 1 for each in group) for group in values], dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ConfigError, boundary
+from groupwise.errors import ConfigError, RewardError, boundary
+from groupwise.records import Completion
 from groupwise.rewards.runtime.models import ModelReward, model_title
 from groupwise.tokenization.prompts import Prompt, is_conversational, tokenize_prompt
 from groupwise.tokenization.text import message_text
@@ -55,6 +56,26 @@ class ProcessRewardModel:
             raise ConfigError(f"step_separator={separator!r} is not allowed; give a text or a token id")
         if token is not None and not (isinstance(token, str) and token):
             raise ConfigError(f"step_token={token!r} is not allowed; give a text, or None for the separator")
+
+
+def check_step_order(
+    names: Sequence[str], rewards_FB: Sequence[Sequence[object]], completions: Sequence[Completion]
+) -> None:
+    """Check that no token is placed after a step and was sampled before it: a step rewards what precedes it.
+
+    Raises:
+        RewardError: step rewards of a rollout whose last row continues an earlier history than the newest.
+    """
+    for name, rewards_B in zip(names, rewards_FB, strict=False):
+        for row, (reward, completion) in enumerate(zip(rewards_B, completions, strict=True)):
+            _, end = completion.last_row or (0, len(completion.token_ids))
+            if isinstance(reward, list) and reward and end < len(completion.token_ids):
+                raise RewardError(
+                    f"reward function {name!r} returned step rewards for rollout {row}, whose last row "
+                    "continues a history from before a fork: the tokens of the fork would not get them; "
+                    "return one number per rollout, let the last row continue the newest history, or set "
+                    "advantage_baseline='per_token' for rewards of single tokens"
+                )
 
 
 def is_process_reward(function: object, trust_remote_code: bool = False) -> bool:
