@@ -52,7 +52,10 @@ def history(run: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two steps with large updates; what was generated, with the log-probs of the policy at that moment."""
+    """Two steps with large updates; what was generated, with the log-probs of the policy at that moment.
+
+    ``version`` and ``before`` are those of the engine after training: a test may bring newer weights.
+    """
     engine = {**ENGINE, "max_num_batched_tokens": 200}
     settings = {"temperature": 0.7, "max_steps": 2, "learning_rate": 0.05, "vllm_engine_kwargs": engine}
     settings |= {"eval_dataset": prompts(4), "eval_generation_kwargs": {"temperature": 0.0}}
@@ -70,6 +73,7 @@ def run(tmp_path_factory):
     run.backend.generate = watched
     run.train()
     run.backend.generate = generate
+    run.version, run.before = run.backend.version, engine_greedy(run.backend, PROMPTS)
     yield run
     run.backend.close()
 
@@ -115,13 +119,12 @@ def test_the_logs_show_the_sampler(run):
 
 def test_after_a_sync_greedy_output_is_the_trainers(run):
     ends = run.backend.end_tokens
-    assert run.backend.version == 1
-    before = engine_greedy(run.backend, PROMPTS)
+    assert run.version == 1
     sync(run, run.model)
     assert run.backend.version == 2
     after = engine_greedy(run.backend, PROMPTS)
     assert after == greedy(run.model, PROMPTS, 6, ends)
-    assert after != before  # so the comparison sees old weights
+    assert after != run.before  # so the comparison sees old weights
 
 
 def test_an_evaluation_samples_with_its_own_settings(run, monkeypatch):

@@ -71,16 +71,17 @@ def history(run):
 
 @pytest.fixture(scope="module")
 def trained(process, tmp_path_factory):
-    """Two optimizer steps."""
+    """Two optimizer steps; ``version`` is that of the server after them: a test may bring newer weights."""
     made = run_for(process.wait(), tmp_path_factory.mktemp("run"))
     made.train()
+    made.version = made.backend.version
     yield made
     made.backend.close()
 
 
 def test_the_server_samples_from_the_weights_of_every_step(trained):
     lines = [line for line in trained.state.log_history if "loss" in line]
-    assert len(lines) == 2 and trained.backend.version == 1
+    assert len(lines) == 2 and trained.version == 1
     for line in lines:
         assert line["staleness"] == 0 and line["time/sync"] > 0
         assert line["sampling/sampling_logp_difference/max"] < 1e-3
@@ -94,11 +95,10 @@ def test_without_the_key_only_the_routes_for_monitoring_answer(server):
 
 
 def test_after_a_sync_greedy_output_is_the_trainers(trained):
-    before = engine_greedy(trained.backend, PROMPTS)
     sync(trained, trained.model)
     after = engine_greedy(trained.backend, PROMPTS)
     assert after == greedy(trained.model, PROMPTS, 6, trained.backend.end_tokens)
-    assert after != before or trained.backend.version == 2
+    assert trained.backend.version == 2
 
 
 def test_a_flipped_bit_on_the_way_to_the_server_ends_the_run(server, tmp_path, monkeypatch):
