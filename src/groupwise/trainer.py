@@ -32,7 +32,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.cpu import install_cpu_training, linears_path, trim_heap
+from groupwise.cpu import install_cpu_training, linears_path, threads_paths, trim_heap
 from groupwise.data.budget import MicroBatchBudget, micro_batch_budget, reason_for_all_rows
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
@@ -588,7 +588,7 @@ class GRPOTrainer(
         ]
         if accelerator.device.type == "cpu":
             others_rewrite = is_sharded(accelerator) or args.torch_compile
-            paths.append(linears_path(self.model, onednn_linears=not others_rewrite))
+            paths += [linears_path(self.model, onednn_linears=not others_rewrite), *threads_paths()]
         return paths
 
     def refresh_settings(self, *, new_run: bool = False) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import pytest
 import torch
 from support.runs import trainer
@@ -26,6 +29,20 @@ def test_training_replaces_linears_of_models_on_the_cpu(monkeypatch):
     cpu.install_cpu_training([on_cpu, elsewhere])
     assert isinstance(on_cpu[0], OneDNNLinear) and not isinstance(elsewhere[0], OneDNNLinear)
     assert called == ["malloc"]
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "warns"), [(4, 16.0, True), (4, 15.9, False), (1, 99.0, False)], ids=str
+)
+def test_threads_on_a_busy_machine_are_a_warning_with_the_remedy(tmp_path, monkeypatch, threads, load, warns):
+    run = trainer(tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (load, 0.0, 0.0))
+    found = [path for path in run.fast_paths() if path.name == "threads"]
+    assert [path.warns for path in found] == [True] * warns
+    assert all("16 processes want the machine's 8 cores" in path.reason for path in found)
+    assert all("OMP_NUM_THREADS=1" in str(path) for path in found)
 
 
 def test_linears_are_not_replaced_where_another_library_replaces_them(monkeypatch):

@@ -6,9 +6,11 @@ enabled, :func:`cpu_generation` around sampling, :func:`trim_heap` between the f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from groupwise.compat.torch import has_onednn_linear
@@ -47,6 +49,21 @@ def linears_path(model: torch.nn.Module, *, onednn_linears: bool) -> FastPath:
     if not has_onednn_linear():
         return FastPath("linear layers", "PyTorch", "this PyTorch has no oneDNN", warns=True)
     return FastPath("linear layers", "PyTorch", "none is large enough")
+
+
+def threads_paths() -> list[FastPath]:
+    """Return a warning if other processes take the cores from this process's threads, else nothing.
+
+    The threads of a matrix product wait for the slowest of them.
+    """
+    threads, cores, load = torch.get_num_threads(), os.cpu_count() or 1, psutil.getloadavg()[0]
+    if threads == 1 or load < 2 * cores:
+        return []
+    reason = (
+        f"{load:.0f} processes want the machine's {cores} cores, and each thread waits for the others; start "
+        "the run with OMP_NUM_THREADS=1, which may be many times as fast"
+    )
+    return [FastPath("threads", str(threads), reason, warns=True)]
 
 
 def save_matmul_outputs(model: torch.nn.Module) -> None:
