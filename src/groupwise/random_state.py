@@ -111,9 +111,18 @@ class DrawnFrom(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.multinomial, torch.Tensor.multinomial):
             if not isinstance(self.generator, torch.Generator):
-                return self.generator.sample(args[0]).unsqueeze(1)
+                return self._sample(*args, **(kwargs or {}))
             kwargs = {"generator": self.generator, **(kwargs or {})}
         return func(*args, **(kwargs or {}))
+
+    def _sample(self, probabilities_RV: torch.Tensor, num_samples: int, **others: Any) -> torch.Tensor:
+        """Sample without replacement, one token of each row after the other: (R, num_samples)."""
+        # A tiny probability is drawn where no other token is left: beams of a truncated distribution.
+        left_RV, drawn = probabilities_RV.clamp(min=torch.finfo(probabilities_RV.dtype).tiny), []
+        for _ in range(num_samples):
+            drawn.append(self.generator.sample(left_RV).unsqueeze(1))
+            left_RV = left_RV.scatter(1, drawn[-1], 0.0)
+        return torch.cat(drawn, dim=1)
 
 
 def get_state() -> tuple[Any, ...]:

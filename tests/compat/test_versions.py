@@ -6,6 +6,7 @@ File: ``records/fast_paths.py``.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 from functools import partial
@@ -17,6 +18,8 @@ import transformers
 from support import architectures
 from support.runs import trainer
 
+from groupwise import ConfigError
+from groupwise.compat import transformers as compat
 from groupwise.cpu import linears_path
 from groupwise.generation import decoding
 from groupwise.generation.decoding import decoding_path, sample_tokens
@@ -147,6 +150,49 @@ def test_a_name_that_is_not_found_is_a_warning(tmp_path, caplog, monkeypatch):
     run.model.generate = partial(run.model.generate)
     message, level = line(run, caplog)
     assert "has a generate or _sample of its own)" in message and level == "WARNING"
+
+
+class OldNames(transformers.LlamaForCausalLM):
+    """A model written before transformers 5.24, which renamed the cache."""
+
+    def forward(self, input_ids, past_key_values=None, **given):
+        given[compat.cache_argument(super()) or "past_key_values"] = past_key_values
+        return super().forward(input_ids, **given)
+
+
+@pytest.fixture
+def new_names(monkeypatch):
+    """``generate`` of 5.24 as far as its names show."""
+    stock = transformers.GenerationMixin.prepare_inputs_for_generation
+    if "cache" not in inspect.signature(stock).parameters:
+
+        def prepare(self, input_ids, cache=None, attention_mask=None, **given):
+            return stock(self, input_ids, past_key_values=cache, attention_mask=attention_mask, **given)
+
+        monkeypatch.setattr(transformers.GenerationMixin, "prepare_inputs_for_generation", prepare)
+
+
+def test_a_model_with_the_old_name_of_the_cache_is_refused_with_the_remedies(tmp_path, new_names):
+    model = OldNames(transformers.LlamaConfig(**SIZES))
+    remedies = r"rename it in the model's arguments .* transformers<5\.24, .*\{'use_cache': False\}"
+    with pytest.raises(ConfigError, match=rf"forward of OldNames has .* past_key_values, .*; {remedies}"):
+        trainer(tmp_path, model=model)
+    run = trainer(tmp_path, model=model, generation_kwargs={"use_cache": False}, max_steps=1)
+    run.train()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="forward of OldNames"):
+        trainer(tmp_path, model=adapted)
+
+
+def test_a_model_that_renames_the_cache_itself_uses_the_loop_of_generate(tmp_path, new_names):
+    class Renaming(OldNames):
+        def prepare_inputs_for_generation(self, input_ids, **given):
+            inputs = super().prepare_inputs_for_generation(input_ids, **given)
+            return {"past_key_values" if n == "cache" else n: value for n, value in inputs.items()}
+
+    run = trainer(tmp_path, model=Renaming(transformers.LlamaConfig(**SIZES)))
+    (path, *_) = run.fast_paths()
+    assert path.choice == "transformers" and "no argument of a known name for the cache" in path.reason
 
 
 def test_linear_layers_without_onednn(tmp_path, monkeypatch):

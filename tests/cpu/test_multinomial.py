@@ -9,6 +9,7 @@ import torch
 
 from groupwise.cpu.multinomial import RowStreams
 from groupwise.errors import BackendError
+from groupwise.random_state import DrawnFrom
 
 WORD = 2**64
 
@@ -49,3 +50,22 @@ def test_a_row_without_probabilities_is_an_error() -> None:
     probabilities[2, 7] = torch.nan
     with pytest.raises(BackendError, match="NaN or infinite"):
         RowStreams([1, 2, 3, 4]).sample(probabilities)
+
+
+def test_several_draws_of_a_row_are_without_replacement() -> None:
+    """P(i, j) = p_i p_j / (1 - p_i), for rows in any batch; a row with two tokens left draws others last."""
+    p = [0.5, 0.3, 0.2, 0.0]
+    with DrawnFrom(RowStreams(range(6000))):
+        pairs = torch.multinomial(torch.tensor([p]).repeat(6000, 1), num_samples=2)
+    for i in range(4):
+        for j in range(4):
+            expected = 0.0 if i == j else p[i] * p[j] / (1 - p[i])
+            share = (pairs == torch.tensor([i, j])).all(1).double().mean().item()
+            # Four standard errors of a share of 6,000.
+            assert abs(share - expected) <= 4 * math.sqrt(expected * (1 - expected) / 6000), (i, j)
+    with DrawnFrom(RowStreams([41, 7])):
+        assert torch.equal(torch.tensor([p, p]).multinomial(2), pairs[[41, 7]])
+    with DrawnFrom(RowStreams(range(50))):
+        drawn = torch.multinomial(torch.tensor([[0.0, 0.0, 0.6, 0.4]]).repeat(50, 1), 4)
+    assert torch.equal(drawn.sort().values, torch.arange(4).expand(50, 4))
+    assert set(drawn[:, :2].flatten().tolist()) == {2, 3}

@@ -87,6 +87,9 @@ MODEL_SETTINGS = {
     "bad_words_ids": [[token] for token in range(20, 30)],
     "forced_eos_token_id": 1,
     "num_beams": 3,
+    "num_return_sequences": 2,
+    "return_dict_in_generate": True,
+    "prompt_lookup_num_tokens": 2,
 }
 
 
@@ -125,6 +128,45 @@ def test_generation_kwargs_that_generate_would_ignore_are_refused(tmp_path):
     message = r"generation_kwargs\['temprature'\] is unknown to transformers; nearest valid: 'temperature'"
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, generation_kwargs={"temprature": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("given", "decoder"),
+    [
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"assistant_early_exit": 1, "do_sample": False}, "assisted_generation"),
+        ({"dola_layers": "low"}, "dola_generation"),
+        ({"force_words_ids": [[3]], "num_beams": 2}, "constrained_beam_search"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "contrastive_search"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group_beam_search"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_decoders_that_do_not_continue_each_row_are_refused(tmp_path, given, decoder):
+    with pytest.raises(
+        ConfigError, match=rf"{next(iter(given))}.* selects {decoder}, .*; allowed: sample, greedy"
+    ):
+        trainer(tmp_path, generation_kwargs=given)
+
+
+def test_a_value_that_transformers_refuses_is_named_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigError, match=r"generation_kwargs=\{'compile_config': .* must be an instance of"):
+        trainer(tmp_path, model="no/model", generation_kwargs={"compile_config": {"backend": "inductor"}})
+
+
+def test_beams_train_with_the_loop_of_transformers(tmp_path, caplog):
+    """Settings of a test of TRL. The samples of a row depend on its own seed alone."""
+    beams = {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}
+    run = trainer(tmp_path, generation_kwargs=beams, max_steps=2)
+    (path, *_) = run.fast_paths()
+    assert str(path) == "decoding: transformers (num_beams, length_penalty may act on several rows)"
+    assert "TransformersBackend does not report the sampling mask" in caplog.text
+    together = run.backend.generate([[4, 5], [8, 9], [4, 5]], SamplingOptions(seeds=[5, 6, 7]))
+    (alone,) = run.backend.generate([[8, 9]], SamplingOptions(seeds=[6]))
+    assert together[1] == alone and together[0] != together[2]
+    start = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.train()
+    assert any(not torch.equal(a, b) for a, b in zip(start, run.model.parameters(), strict=True))
 
 
 def test_sampler_settings_that_log_probs_do_not_have_are_reported(tmp_path, caplog):

@@ -275,10 +275,33 @@ def select_cache_rows(layer: Any, rows_R: torch.Tensor) -> None:
 def cache_argument(model: nn.Module) -> str | None:
     """Return the name of the key-value cache in the forward of ``model``, its outputs and the decoding loop.
 
-    ``cache`` since 5.24, ``past_key_values`` before; None if the forward has neither.
+    ``cache`` since 5.24, ``past_key_values`` before; None if the forward does not have it.
     """
-    parameters = inspect.signature(model.forward).parameters
-    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    from transformers import GenerationMixin
+
+    of_loop = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    name = "cache" if "cache" in of_loop else "past_key_values"
+    return name if name in inspect.signature(model.forward).parameters else None
+
+
+def old_cache_argument(model: nn.Module) -> str:
+    """Return the reason why ``generate`` cannot pass the cache to ``model``, and the remedies; or "".
+
+    A model with an own ``prepare_inputs_for_generation`` may rename it there.
+    """
+    from transformers import GenerationMixin, __version__
+
+    name = "prepare_inputs_for_generation"
+    renames = getattr(getattr(model, name, None), "__func__", None) is not getattr(GenerationMixin, name)
+    has_old_name = "past_key_values" in inspect.signature(model.forward).parameters
+    if renames or not has_old_name or cache_argument(model) is not None:
+        return ""
+    return (
+        f"the forward of {type(model).__name__} has the argument past_key_values, but generate of "
+        f"transformers {__version__} passes the key-value cache as cache; rename it in the model's arguments "
+        "and outputs, install transformers<5.24, or sample slowly without a cache: "
+        "generation_kwargs={'use_cache': False}"
+    )
 
 
 def has_stock_sampling_loop(model: nn.Module) -> bool:

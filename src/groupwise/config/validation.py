@@ -271,13 +271,16 @@ def unsupported_parallelism(given: object) -> Iterator[str]:
 
 
 #: Sampler arguments that must keep a value: each row of a batch has one completion, as a list of tokens.
-_ONE_COMPLETION = {"num_return_sequences": 1, "n": 1, "return_dict_in_generate": False}
+_ONE_COMPLETION: dict[str, object] = {
+    **{"num_return_sequences": 1, "n": 1, "return_dict_in_generate": False},
+    **{"token_healing": False, "is_assistant": False},
+}
 
 
 def generation_kwargs_of_one_completion(c: GRPOFields) -> Iterator[str]:
     kwargs = typing.cast("dict[str, object]", c.generation_kwargs or {})
     for key, value in _ONE_COMPLETION.items():
-        if kwargs.get(key, value) != value:
+        if kwargs.get(key) not in (None, value):
             given = (
                 f"generation_kwargs={{{key!r}: {shortened(kwargs[key])}}} changes the result of the sampler"
             )

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from groupwise.compat.accelerate import forward_autocast
 from groupwise.compat.deepspeed import gathered
-from groupwise.compat.transformers import is_zero3_enabled
+from groupwise.compat.transformers import is_zero3_enabled, old_cache_argument
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
 from groupwise.core.padding import length_mask, pad_sequences
@@ -24,7 +24,7 @@ from groupwise.cpu import cpu_generation
 from groupwise.cpu.linear import stock_linears
 from groupwise.cpu.multinomial import RowStreams
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError, shortened
+from groupwise.errors import BackendError, ConfigError, boundary, shortened
 from groupwise.generation.base import (
     RUN_SETTINGS,
     BackendEntry,
@@ -72,11 +72,17 @@ _MASKING: dict[str, object] = {
     **{"forced_bos_token_id": None, "forced_eos_token_id": None},
 }
 
-#: Settings that change the probabilities otherwise, or the search for a completion.
+#: Settings that change the probabilities otherwise, the search for completions, or their number.
 _CHANGING: dict[str, object] = {
     **{"encoder_repetition_penalty": 1.0, "sequence_bias": None, "exponential_decay_length_penalty": None},
     **{"guidance_scale": 1.0, "watermarking_config": None, "num_beams": 1, "penalty_alpha": 0.0},
+    **{"num_beam_groups": 1, "dola_layers": None, "constraints": None, "force_words_ids": None},
+    **{"prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_mtp": False},
+    **{"num_return_sequences": 1, "return_dict_in_generate": False, "token_healing": False},
 }
+
+#: Names by transformers of the decoders that continue each row of a batch.
+_DECODERS = ("sample", "greedy_search", "beam_search", "beam_sample")
 
 #: Values of ``cache_implementation`` whose caches grow with the tokens; others are allocated at once.
 GROWING_CACHES = (None, "auto", "dynamic", "dynamic_full", "offloaded", "quantized")
@@ -146,8 +152,8 @@ class TransformersBackend(GenerationBackend):
         return self.graphs
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        """Return True unless the model has a decoding loop of its own."""
-        return can_record(self.model())
+        """Return True unless the model has a decoding loop of its own, or beams are sampled."""
+        return can_record(self.model(), self.generation_config)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS
@@ -392,11 +398,11 @@ def warn_about_run_settings(config: GRPOConfig) -> None:
 
 
 def check_config(config: GRPOConfig) -> None:
-    """Check the names in ``generation_kwargs``, of which ``generate`` ignores those that it does not know.
+    """Check ``generation_kwargs``, of which ``generate`` ignores names that it does not know.
 
     Raises:
-        ConfigError: a name is unknown, with the nearest one; or ``stop_strings``, which end a completion
-            within its tokens.
+        ConfigError: a name is unknown, with the nearest one; transformers refuses a value; another decoder
+            is selected; or ``stop_strings``, which end a completion within its tokens.
     """
     stop_strings = json_dict(config.generation_kwargs).get("stop_strings")
     if stop_strings is not None:
@@ -406,8 +412,17 @@ def check_config(config: GRPOConfig) -> None:
             "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
         )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    given = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    given = {n: v for n, v in json_dict(config.generation_kwargs).items() if n not in SAMPLING_FIELDS}
     check_names("generation_kwargs", sorted(given), known, "transformers")
+    shown = f"generation_kwargs={shortened(given)}"
+    with boundary(ConfigError, shown):
+        settings = GenerationConfig(**{"do_sample": True, **given, "top_k": config.top_k})
+    decoder = settings.get_generation_mode().value
+    if decoder not in _DECODERS:
+        raise ConfigError(
+            f"{shown} selects {decoder}, which does not continue each row of a batch or is code of the Hub; "
+            f"allowed: {', '.join(_DECODERS)}"
+        )
 
 
 def make_backend(
@@ -420,6 +435,9 @@ def make_backend(
     """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
     if config.cache_implementation not in GROWING_CACHES:
         check_allocated_cache(config, policy())
+    reason = old_cache_argument(without_adapter(policy()))
+    if reason and json_dict(config.generation_kwargs).get("use_cache") is not False:
+        raise ConfigError(reason)
     backend = kind(
         policy,
         generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),

@@ -22,17 +22,17 @@ def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskReco
     Settings of the model do not count: the backend samples under ``without_model_settings``.
 
     Returns:
-        None without truncation, with greedy decoding, and if the model has its own decoding loop.
+        None without truncation, with greedy decoding or beams, and if the model has its own decoding loop.
     """
     given = {name: getattr(config, name, None) for name in TRUNCATING}
     truncates = any(value not in (None, TRUNCATING[name]) for name, value in given.items())
-    samples = config.do_sample is not False and config.num_beams in (None, 1)
-    return SamplingMaskRecorder() if truncates and samples and can_record(model) else None
+    samples = config.do_sample is not False
+    return SamplingMaskRecorder() if truncates and samples and can_record(model, config) else None
 
 
-def can_record(model: CausalLM) -> bool:
-    """Return True if ``model`` samples with the decoding loop of transformers."""
-    return has_stock_sampling_loop(without_adapter(model))
+def can_record(model: CausalLM, config: GenerationConfig) -> bool:
+    """Return True if ``model`` samples with the decoding loop of transformers, each row by itself."""
+    return has_stock_sampling_loop(without_adapter(model)) and config.num_beams in (None, 1)
 
 
 #: Bytes of (R, V) masks that wait on the device to become token ids together, for the host waits each time:
