@@ -44,7 +44,7 @@ MANIFEST = "groupwise_manifest.json"
 _REFERENCE = "groupwise_reference.pt"
 _POLICY = "groupwise_policy.json"
 _VIRTUAL_TOKENS = "groupwise_virtual_tokens.pt"
-#: Shapes of the JSON files that are read, see :func:`groupwise.records.serialization.require_shape`.
+#: Shapes of the JSON files that are read, see :func:`groupwise.records.serialization.read_json`.
 _SHAPES = {
     MANIFEST: {"run": str | None, "files": {...: {"bytes": int}}},
     _POLICY: {"base_model": str | None, "adapters": {...: dict}, "weights": {...: str}},

@@ -89,32 +89,23 @@ def read_json(path: Path, shape: Any) -> Any:
     """Read a JSON file.
 
     Args:
-        shape: see :func:`require_shape`.
+        shape: a type, or a dictionary with the shape of each entry that is needed; of all under ``...``.
 
     Raises:
-        ConfigError: it is no JSON, or has another shape.
+        ConfigError: it is no JSON, or an entry is missing or has another type.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is cut or overwritten: {error}") from error
-    require_shape(value, shape, str(path))
+    _check_shape(value, shape, str(path))
     return value
 
 
-def require_shape(value: Any, shape: Any, name: str) -> None:
-    """Check the types of values of JSON.
-
-    Args:
-        shape: a type, or a dictionary with the shape of each entry that is needed; of all under ``...``.
-        name: expression of ``value``, for the message.
-
-    Raises:
-        ConfigError: an entry is missing or has another type.
-    """
+def _check_shape(value: Any, shape: Any, name: str) -> None:
     kind = dict if isinstance(shape, dict) else shape
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is {shortened(value)}, not {getattr(kind, '__name__', kind)}")
     for key, inner in shape.items() if isinstance(shape, dict) else ():
         for each in value if key is ... else [key]:
-            require_shape(value.get(each), inner, f"{name}[{each!r}]")
+            _check_shape(value.get(each), inner, f"{name}[{each!r}]")

@@ -34,7 +34,7 @@ from groupwise.errors import ConfigError, log_boundary
 from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
-from groupwise.records.serialization import host_copy, load, read_json, require_shape
+from groupwise.records.serialization import host_copy, load, read_json
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.metrics_file import earlier_path, replace_file
 from groupwise.reporting.table import plain_text
@@ -378,21 +378,20 @@ class Recording:
             ConfigError: the folder has no rollouts, or those of another format.
         """
         try:
-            found = read_json(self.folder / HEADER, {})
+            found: dict[str, Any] = read_json(self.folder / HEADER, {})
+            if found.get("format") == FORMAT:
+                return read_json(self.folder / HEADER, _KEYS)
         except FileNotFoundError:
             raise ConfigError(
                 f"{str(self.folder)!r} has no {HEADER}: the run was not trained with save_rollouts=True"
             ) from None
         except ConfigError as error:
             raise ConfigError(f"{self.name!r} is damaged: {error}") from None
-        if found.get("format") != FORMAT:
-            raise ConfigError(
-                f"{str(self.folder)!r} has rollouts of format {found.get('format')}, and this version of "
-                f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
-                f"{found.get('versions')}"
-            )
-        require_shape(found, _KEYS, f"{self.name!r} is damaged: {HEADER}")
-        return found
+        raise ConfigError(
+            f"{str(self.folder)!r} has rollouts of format {found.get('format')}, and this version of "
+            f"groupwise reads format {FORMAT}; replay them with the version that wrote them: "
+            f"{found.get('versions')}"
+        )
 
     @property
     def is_bundle(self) -> bool:
