@@ -1,6 +1,6 @@
 """Table of the memory that weights, gradients and optimizer take, by size of the model: ``docs/lora.md``.
 
-Computed with the formula of ``groupwise doctor`` from shapes on the meta device, which need no memory:
+Computed from shapes on the meta device, which need no memory:
 weights + gradients + two AdamW states of the trained parameters. Activations come on top.
 """
 
@@ -28,7 +28,7 @@ def memory_section() -> str:
     lines = [
         "## Memory by model size",
         "",
-        "Weights, gradients and the two states of AdamW, by the formula of `groupwise doctor`, not",
+        "Weights, gradients and the two states of AdamW, by arithmetic, not",
         "measured. Trained weights, their gradients and states are float32. The adapter has rank 16, on all",
         "linear layers. In 4 bits, each 64 weights have a float32 scale; embeddings and norms are bfloat16.",
         "SmolLM2-135M, loaded here, has these sizes.",

@@ -1,7 +1,4 @@
-"""Gradient checkpointing of some layers, and its activations in host memory: the same training.
-
-Files: ``compat/transformers.py``, ``commands/cli/trial.py``.
-"""
+"""Gradient checkpointing of some layers, and its activations in host memory: the same training."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ import pytest
 import torch
 from support.runs import policy, trainer
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel, modeling_utils
-
-from groupwise.commands.cli.trial import train_row
-from groupwise.compat.transformers import enable_gradient_checkpointing
+from transformers import modeling_utils
 
 pytestmark = pytest.mark.skipif(
     not hasattr(modeling_utils, "save_on_cpu"), reason="this transformers has neither argument"
@@ -33,29 +27,6 @@ def offloaded(monkeypatch):
 
     monkeypatch.setattr(modeling_utils, "save_on_cpu", save_on_cpu)
     return sizes
-
-
-def test_the_trial_of_the_doctor_takes_the_same_arguments_as_the_run(tmp_path, offloaded):
-    given = {"every_n_layers": 2, "offload": True, "use_reentrant": False}
-    run = trainer(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=given)
-    train_row(run, 3, 5)
-    assert [layer.gradient_checkpointing for layer in run.model.model.layers] == [True, False]
-    assert offloaded
-    assert run.args.gradient_checkpointing_kwargs == given
-
-
-def test_arguments_that_an_older_transformers_does_not_have_are_not_passed(monkeypatch):
-    calls = []
-
-    def enable(self, kwargs=None):
-        calls.append(kwargs)
-
-    new_name = "activation_checkpointing_enable"  # since 5.24, where the old one warns
-    name = new_name if hasattr(PreTrainedModel, new_name) else "gradient_checkpointing_enable"
-    monkeypatch.setattr(PreTrainedModel, name, enable)
-    enable_gradient_checkpointing(policy(), {"use_reentrant": False})
-    enable_gradient_checkpointing(policy(), None)
-    assert calls == [{"use_reentrant": False}, None]
 
 
 @pytest.mark.parametrize(

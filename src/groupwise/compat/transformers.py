@@ -160,18 +160,6 @@ def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
     return sdpa_attention_forward
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel, given: dict[str, Any] | str | None) -> None:
-    """Enable gradient checkpointing with ``gradient_checkpointing_kwargs``, as ``Trainer.train`` does.
-
-    Two of them are arguments of the model (seen in 5.19 to 5.24; not in 5.3), the others of
-    ``torch.utils.checkpoint``. The method is ``activation_checkpointing_enable`` since 5.24.
-    """
-    others = dict(given) if isinstance(given, dict) else {}  # a string was parsed by the configuration
-    own = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    (renamed or model.gradient_checkpointing_enable)(others or None, **own)
-
-
 def add_checkpoint_contexts(
     model: nn.Module, context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 ) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import runs
 
 from groupwise import GRPOConfig
-from groupwise.commands.cli import findings, main
+from groupwise.commands.cli import findings, main, trial
 from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
-from groupwise.commands.cli.trial import trial_config
+from groupwise.commands.cli.trial import step_findings, trial_config
 from groupwise.compat.versions import unmet
 
 
@@ -28,18 +29,29 @@ def texts(findings, status: str) -> list[str]:
     return [finding.text for finding in findings if finding.status == status]
 
 
-def test_a_valid_run_has_no_findings(run_file, capfd):
-    assert main(["doctor", "--config", run_file(rewards=["my_rewards:even", "my_rewards:undecided"])]) == 0
+def test_a_valid_run_trains_its_longest_prompts_for_one_step(run_file, capfd, monkeypatch):
+    trained: list[Any] = []
+    monkeypatch.setattr(
+        trial, "step_findings", lambda run: [*(trained.append(run) or ()), *step_findings(run)]
+    )
+    path = run_file(rewards=["my_rewards:even", "my_rewards:undecided"], max_steps=7, save_strategy="epoch")
+    lengths = (2, 1, 8, 2, 5, 2, 2, 2)
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": "w1 " * n}) + "\n" for n in lengths))
+    assert main(["doctor", "--config", path]) == 0
+    assert [len(row["prompt"].split()) for row in trained[0].train_dataset][:3] == [8, 5, 2]
+    assert trained[0].state.global_step == 1
+    assert trained[0].state.log_history[0]["num_tokens"] >= 4 * (8 + 1)  # one group of the longest prompt
     shown = " ".join(capfd.readouterr().out.split())  # lines are cut to the width of the terminal
     assert "4 completions at a time = 4 per device x 1 process(es) x 1 micro-batch(es)" in shown
-    assert "8 prompts, 8 optimizer steps per epoch, 1 in all" in shown
-    assert "longest prompt and completion: 8 of 128 positions" in shown
+    assert "8 prompts, 8 optimizer steps per epoch, 7 in all" in shown
+    assert "longest prompt and completion: 14 of 128 positions" in shown
     assert "every constraint holds: learning_rate=1e-06" in shown and "loss_type=dapo" in shown
-    assert re.search(r"ok +reward +even: mean [\d.]+, from", shown)
-    assert re.search(r"warn +reward +undecided: None for all 8 completions", shown)
+    assert re.search(r"ok +step +[\d.]+ s: generate [\d.]+, .*; completions of up to 6 of 6 tokens", shown)
+    assert re.search(r"ok +memory +[\d.]+ GB were free at the peak", shown)
+    assert re.search(r"ok +reward +even: mean [\d.]+, standard deviation [\d.]+ ", shown)
+    assert re.search(r"warn +reward +undecided: None for every completion", shown)
     for part in ("none (beta=0)", "decoding: own loop", "layout: shared_prefix", "head: chunked"):
         assert part in shown
-    assert "activations of the longest row (2 + 6 tokens)" in shown
     assert shown.rpartition("(none is large enough) ")[2].startswith("0 problem(s)")
     assert not Path("out").exists()
 
@@ -132,10 +144,9 @@ def test_a_check_that_was_skipped_is_nothing_to_change(run_file, capsys):
     assert "skipped" in found["findings"][-1]["text"]
 
 
-@pytest.mark.parametrize("name", ["num_prompts", "num_processes", "max_new_tokens"])
-def test_sizes_of_the_trial_are_positive(name, run_file, capsys):
-    assert main(["doctor", "--config", run_file(), f"--{name}", "0"]) == 2
-    assert f"--{name} 0: allowed: 1 or more" in capsys.readouterr().err
+def test_the_number_of_processes_is_positive(run_file, capsys):
+    assert main(["doctor", "--config", run_file(), "--num_processes", "0"]) == 2
+    assert "--num_processes 0: allowed: 1 or more" in capsys.readouterr().err
 
 
 def test_a_reward_that_requires_an_absent_column_is_a_problem(run_file, capfd):
@@ -168,14 +179,14 @@ def test_rows_of_environments_need_no_prompt(run_file, capfd):
 def test_constant_rewards_are_a_warning(run_file, capfd):
     assert main(["doctor", "--config", run_file(rewards="my_rewards:constant")]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    assert "constant: constant, mean 1, from 1 to 1" in shown
-    assert "0 of 2 sampled groups have rewards that differ" in shown
+    assert "constant: mean 1, standard deviation 0 (0.00 s): constant, it gives no gradient" in shown
+    assert "frac_reward_zero_std is 1, healthy: 0.1 to 0.7; otherwise: near 1: easier or harder" in shown
 
 
-def test_without_the_model_nothing_is_sampled(run_file, capfd, monkeypatch):
-    monkeypatch.setattr("groupwise.commands.cli.trial.sample", None)
+def test_without_the_model_nothing_is_trained(run_file, capfd, monkeypatch):
+    monkeypatch.setattr(trial, "trial_config", None)
     assert main(["doctor", "--no_model", "--config", run_file()]) == 0
-    assert not re.search(r"(ok|warn|fail) +sampling", capfd.readouterr().out)
+    assert not re.search(r"(ok|warn|fail) +step ", capfd.readouterr().out)
 
 
 def test_the_arithmetic_of_several_processes(run_file, capfd):
@@ -190,7 +201,7 @@ def test_the_arithmetic_of_several_processes(run_file, capfd):
     assert "8 prompts, 8 optimizer steps per epoch" in shown
 
 
-def test_the_trial_of_any_run_is_small_and_without_side_effects(tmp_path):
+def test_the_trial_of_any_run_is_one_step_without_side_effects(tmp_path):
     run = config(
         use_vllm=True,
         vllm_mode="server",
@@ -206,11 +217,21 @@ def test_the_trial_of_any_run_is_small_and_without_side_effects(tmp_path):
         max_completion_length=512,
         report_to=["tensorboard"],
     )
-    small = trial_config(run, 16, str(tmp_path))
-    assert (small.use_vllm, small.push_to_hub, small.log_completions, small.report_to) == (False,) * 3 + ([],)
-    assert (small.save_strategy, small.eval_strategy) == ("no", "no")
-    assert (small.generation_batch_size, small.max_completion_length) == (4, 16)
-    assert (small.loss_type, small.world_size) == (run.loss_type, 1)
+    step = trial_config(run, str(tmp_path))
+    assert (step.use_vllm, step.push_to_hub, step.log_completions, step.report_to) == (False,) * 3 + ([],)
+    assert (step.save_strategy, step.eval_strategy, step.max_steps) == ("no", "no", 1)
+    assert (step.generation_batch_size, step.gradient_accumulation_steps) == (16, 2)
+    assert (step.loss_type, step.world_size, step.max_completion_length) == (run.loss_type, 1, 512)
+
+
+def test_the_trial_has_whole_groups_of_a_run_that_splits_them(tmp_path):
+    """6 x 2 completions of a process: with groups of 8, two processes have whole groups, 24."""
+    processes = {"world_size": property(lambda self: 4)}
+    given = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "num_generations": 8}
+    run = type("Config", (GRPOConfig,), processes)("out", use_cpu=True, bf16=False, **given)
+    step = trial_config(run, str(tmp_path))
+    assert (run.generation_batch_size, step.generation_batch_size) == (48, 24)
+    assert (step.per_device_train_batch_size, step.gradient_accumulation_steps) == (6, 4)
 
 
 def test_prompts_that_fill_no_batch_are_named():

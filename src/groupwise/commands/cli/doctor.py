@@ -1,4 +1,4 @@
-"""``groupwise doctor``: check settings, data, rewards, sampler and memory of a run without training."""
+"""``groupwise doctor``: check settings, data and sampler of a run, then one optimizer step of it."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.help:
         print(_parser().format_help())
         return 0
-    for name in ("num_processes", "num_prompts", "max_new_tokens"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: allowed: 1 or more")
+    if options.num_processes < 1:
+        raise ConfigError(f"--num_processes {options.num_processes}: allowed: 1 or more")
     report = Report(as_json=options.json)
     # With --json, stdout has the object alone: rewards and libraries may print.
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
@@ -100,7 +99,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         report.attempt("model", check_quantization, settings.model, config, None, given["peft_config"])
         report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
     # What the constructor of the trainer checks before it loads the model, by its functions.
-    prompts: tuple[list[dict[str, Any]], list[int]] = [], []
+    longest: list[int] = []
     loop_arguments = given["tools"], given["environment_factory"], given["rollout_func"], config
     agents = report.attempt("tools", make_agent_loop, *loop_arguments)
     if agents is not None:
@@ -111,18 +110,18 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         if datasets is not None and given["rollout_func"] is None and not agents.is_multi_turn:
             report.attempt("reward", check_columns, given["reward_funcs"] or (), named_columns(*datasets))
         if datasets is not None and model_config is not None:
-            found = report.attempt("prompts", _check_prompts, settings, config, agents, datasets, report)
-            prompts = found or prompts
+            prompts = settings, config, agents, datasets, report
+            longest = report.attempt("prompts", _check_prompts, *prompts) or []
     if not options.no_model and report.failed:
         report.add([SKIPPED])
     elif not options.no_model:
-        report.attempt("trial", _trial, settings, config, *prompts, options, report)
+        report.attempt("trial", _trial, settings, config, longest, report)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="groupwise doctor",
-        description="Check a run without training. Accepts the settings of groupwise train "
+        description="Check a run, then train one step of it. Accepts the settings of groupwise train "
         "(--config run.yaml, --field value) and the following.",
         add_help=False,
         allow_abbrev=False,
@@ -131,9 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-h", "--help", action="store_true")
     add("--num_processes", type=int, default=1, help="number of processes of the run")
     add("--json", action="store_true", help="print one JSON object: failed, findings, first")
-    add("--no_model", action="store_true", help="skip the checks that need the model's weights")
-    add("--num_prompts", type=int, default=2, help="number of prompts to sample completions for")
-    add("--max_new_tokens", type=int, default=64, help="maximum tokens per sampled completion")
+    add("--no_model", action="store_true", help="skip the step, which needs the model's weights")
     return parser
 
 
@@ -158,11 +155,11 @@ def _check_prompts(
     agents: AgentLoop,
     datasets: tuple[Any, Any],
     report: Report,
-) -> tuple[list[dict[str, Any]], list[int]]:
+) -> list[int]:
     """Check the chat template and all prompts; report on some of them.
 
     Returns:
-        these rows, and the lengths of their prompts after truncation; none if the environments have the
+        the numbers of these rows, by descending length of the prompt; none if the environments have the
         prompts, which only sampling shows.
 
     Raises:
@@ -173,10 +170,11 @@ def _check_prompts(
     renders = not settings.rollout_func and agents.renders_prompts
     prepare_data(*datasets, config, settings.model, processor, renders)
     if settings.dataset is None:
-        return [], []
+        return []
     train_dataset = datasets[0]
     stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
-    rows = [train_dataset[i] for i in range(0, len(train_dataset), stride)][:_MAX_ROWS]
+    numbers = range(0, len(train_dataset), stride)[:_MAX_ROWS]
+    rows = [train_dataset[i] for i in numbers]
     if len({is_conversational(row["prompt"]) for row in rows}) > 1:
         report.add([warn("prompts", "some prompts are strings, others messages; write all as messages")])
     tokenizer = text_tokenizer(processor)  # images are not counted
@@ -198,34 +196,20 @@ def _check_prompts(
     lengths = [len(tokenize_prompt(tokenizer, prompt, kwargs)) for prompt in progress]
     context = context_length(settings.model, config)
     report.add(length_findings(lengths, config, context and context.tokens, f"{len(rows)} prompts"))
-    return rows, [min(length, config.max_prompt_length or length) for length in lengths]
+    return [number for _, number in sorted(zip(lengths, numbers, strict=True), reverse=True)]
 
 
-def _trial(
-    settings: RunArguments,
-    config: GRPOConfig,
-    rows: list[dict[str, Any]],
-    lengths: list[int],
-    options: argparse.Namespace,
-    report: Report,
-) -> None:
-    """Sample completions, compute their rewards, and train on the longest row."""
-    from groupwise.commands.cli import trial
+def _trial(settings: RunArguments, config: GRPOConfig, longest: list[int], report: Report) -> None:
+    """Train one optimizer step on the longest prompts in a temporary directory; report on its log."""
     from groupwise.commands.cli.train import make_trainer
+    from groupwise.commands.cli.trial import step_findings, trial_config
 
-    with tempfile.TemporaryDirectory() as directory:
-        small = trial.trial_config(config, options.max_new_tokens, directory)
-        trainer = make_trainer(settings, small)
-        print(f"sampling {options.num_prompts} x {small.num_generations} completions", file=sys.stderr)
-        prompts = rows or [trainer.train_dataset[i] for i in range(options.num_prompts)]  # type: ignore[index]
-        rollout, seconds = trial.sample(trainer, prompts[: options.num_prompts])
-        longest = max(lengths, default=max(len(ids) for ids in rollout.prompt_ids))
-        report.add(trial.sample_findings(rollout, seconds, config, small.max_completion_length))
-        report.add(trial.reward_findings(trainer, rollout, seconds))
-        print(f"one row of {longest} + {config.max_completion_length} tokens", file=sys.stderr)
-        peak = trial.train_row(trainer, longest, config.max_completion_length)
-        report.add(trial.memory_findings(trainer, config, longest, peak))
-        report.add(_implementations(trainer, config))
+    with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr):
+        trainer = make_trainer(settings, trial_config(config, directory), longest)
+        print(f"one step with {trainer.args.generation_batch_size} completions")
+        trainer.train()
+    report.add(step_findings(trainer))
+    report.add(_implementations(trainer, config))
 
 
 def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Finding]:

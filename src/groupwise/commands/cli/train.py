@@ -68,16 +68,24 @@ def _without(arguments: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
         is_value = argument in flags
 
 
-def make_trainer(settings: RunArguments, config: GRPOConfig) -> GRPOTrainer:
-    """Build the trainer of a run; everything that is cheap to check is checked before the model is loaded."""
-    trainer: GRPOTrainer = _build(settings, config, GRPOTrainer)
+def make_trainer(settings: RunArguments, config: GRPOConfig, first: Sequence[int] = ()) -> GRPOTrainer:
+    """Build the trainer of a run; everything that is cheap to check is checked before the model is loaded.
+
+    Args:
+        first: numbers of the rows that the training set begins with.
+    """
+    trainer: GRPOTrainer = _build(settings, config, GRPOTrainer, first)
     return trainer
 
 
-def _build(settings: RunArguments, config: GRPOConfig, build: Callable[..., Any]) -> Any:
+def _build(
+    settings: RunArguments, config: GRPOConfig, build: Callable[..., Any], first: Sequence[int] = ()
+) -> Any:
     arguments = {name: load() for name, load in trainer_arguments(settings).items()}
     load_config(settings.model, config)  # refuses a wrong id before the datasets are loaded
     train_dataset, eval_dataset = load_datasets(settings)
+    if first and train_dataset is not None:
+        train_dataset = train_dataset.select(list(dict.fromkeys([*first, *range(len(train_dataset))])))
     with as_config_error("setting up"):
         return build(
             settings.model,

@@ -53,6 +53,11 @@ def documentation_of(name: str) -> Metric | None:
     return None
 
 
+def plain_text(markdown: str) -> str:
+    """Return a text without the marks of `code` and [links](of the documentation)."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown).replace("`", "")
+
+
 def _pattern(documented: str) -> str:
     """Return the regular expression of a documented name: ``a/<b, c>`` is a/b or a/c, ``<name>`` any text."""
     parts = re.split(r"<([^>]+)>", documented)  # text and placeholders in turn

@@ -13,7 +13,6 @@ import html
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from statistics import fmean
 from string import Template
 from typing import Any
 
-from groupwise.commands.report.documented import documentation_of
+from groupwise.commands.report.documented import documentation_of, plain_text
 from groupwise.commands.report.run_files import RunFiles, SavedCompletion, read_run
 from groupwise.errors import ConfigError
 from groupwise.reporting.metrics_file import replace_file
@@ -181,11 +180,7 @@ def _documented(name: str) -> dict[str, Any]:
     metric = documentation_of(name)
     assert metric is not None
     texts = {"meaning": metric.meaning, "healthy": metric.healthy, "otherwise": metric.otherwise}
-    # The page shows text: `code` and [links](of the documentation) of Markdown without their marks.
-    plain = {
-        key: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "") for key, text in texts.items()
-    }
-    return {**plain, "range": metric.range}
+    return {**{key: plain_text(text) for key, text in texts.items()}, "range": metric.range}
 
 
 def _totals(files: RunFiles) -> list[float | None]:
