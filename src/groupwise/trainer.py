@@ -36,7 +36,7 @@ from groupwise.cpu import install_cpu_training, linears_path, threads_paths, tri
 from groupwise.data.budget import MicroBatchBudget, micro_batch_budget, reason_for_all_rows
 from groupwise.data.buffer import ExperienceBuffer
 from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
-from groupwise.data.dynamic_sampling import DynamicBatch, LeftoverGroups
+from groupwise.data.dynamic_sampling import DynamicBatch
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.exchange import all_to_all_objects, in_row_order
 from groupwise.data.loaders import prepare_data
@@ -147,7 +147,6 @@ class GRPOTrainer(
     metrics_class = MetricBuffer
     prompts: PromptSource
     buffer: ExperienceBuffer
-    leftover_groups: LeftoverGroups
     window: AccumulationWindow
     liger_loss: LigerLoss | None  # None: log-probs, then the objective
 
@@ -367,17 +366,14 @@ class GRPOTrainer(
 
     def sample_until_full(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
         """Sample rounds of prompts until every group of the batch has reward variance (DAPO, section 3.2)."""
-        batch = DynamicBatch(self.leftover_groups, self.args)
+        batch = DynamicBatch(self.args)
         while not batch.is_full:  # the same decision on every rank
             rows = self.prompts.take(batch.num_to_sample)
             request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
             batch.add(*self.sample(request))
         self.metrics["train"].record(batch.metrics)
-        rollouts, rewards, surplus = batch.finish()
-        self.leftover_groups = self.add_behavior_logps(surplus, sampler)  # before the policy changes
-        # Only now is it known which prompts the next generation begins with.
-        self.prefetch_rollouts(sampler, DynamicBatch(self.leftover_groups, self.args).num_to_sample)
-        return rollouts, rewards
+        self.prefetch_rollouts(sampler, first=0)  # only now are the next generation's prompts known
+        return batch.finish()
 
     def sync_sampler(self, mode: Mode) -> None:
         """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
@@ -453,17 +449,6 @@ class GRPOTrainer(
             logged = rollouts.mode == "eval" or self.args.logging_strategy != "no"
             metrics.rows = [*metrics.rows, *rows] if logged else rows  # else the newest, for the last log
         return Experience.from_tokens(tokens, advantages, logps).split(micro_batch_size)
-
-    def add_behavior_logps(self, surplus: LeftoverGroups, sampler: SamplerSettings) -> LeftoverGroups:
-        """Compute the log-probs of leftover groups under the policy that sampled them, the current one."""
-        rollouts = surplus.local_rollouts(self.args, sampler)
-        if rollouts is None:
-            return surplus
-        logps_BT = self.old_and_ref_logps(self.collate(rollouts)).old_logps_BT
-        # Without padding: a later batch may be wider. (B, T) -> one list per completion, in rank order.
-        lengths = [len(completion.token_ids) for completion in rollouts.completions]
-        own = [row[:length] for row, length in zip(logps_BT.tolist(), lengths, strict=True)]
-        return surplus.with_behavior_logps(gather_object(own))
 
     def make_micro_batches(self, window: list[Experience]) -> AccumulationWindow:
         """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
@@ -603,10 +588,7 @@ class GRPOTrainer(
         self._check_beta(args.beta)
         if "reward_weights" in changed:
             self.reward_weights = with_default_weights(args, self.reward_funcs)
-        callables = self.reward_callables
         self._load_rewards()
-        if self.reward_callables != callables:  # the groups have rewards of the old functions
-            self.leftover_groups = self.leftover_groups.without_groups("reward_funcs was replaced")
         if "entropy_coef" in changed:  # the measured entropy is kept: it decides whether the bonus applies
             self.entropy_control = replace(self.entropy_control, coef=args.entropy_coef)
         reason = self.missing_sampling_mask_reason
@@ -628,12 +610,11 @@ class GRPOTrainer(
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""
-        records = EntropyControl, LeftoverGroups, EvaluatedCompletion  # in the states, beside those of a step
+        records = EntropyControl, EvaluatedCompletion  # in the states, beside those of a step
         states = checkpointing.load_states(
             directory, self.args, self._settings_before, self.accelerator, *records
         )
         self.buffer = self.buffer_class(self.accelerator.device)
-        self.leftover_groups = LeftoverGroups()
         self.refresh_settings(new_run=True)
         self.entropy_control = EntropyControl(self.args.entropy_coef)
         self.metrics = {"train": self.metrics_class(), "eval": self.metrics_class()}
@@ -642,7 +623,6 @@ class GRPOTrainer(
         self.window = AccumulationWindow.to_be_made(0)
         self._components = {
             "buffer": self.buffer,
-            "leftover_groups": Attribute(self, "leftover_groups"),
             "entropy_control": Attribute(self, "entropy_control"),
             "train_metrics": self.metrics["train"],
             "eval_metrics": self.metrics["eval"],
@@ -670,11 +650,6 @@ class GRPOTrainer(
         self.step_state.restore(state)
         if saved["entropy_coef"] != self.args.entropy_coef:  # a changed setting wins over the adapted value
             self.entropy_control = replace(self.entropy_control, coef=self.args.entropy_coef)
-        size, names = saved["num_generations"], state.get("reward_func_names")
-        if size != self.args.num_generations or names not in (None, self.reward_func_names):
-            self.leftover_groups = self.leftover_groups.without_groups(
-                f"they have {size} completions each, with rewards of {', '.join(names or ['?'])}"
-            )
         if self.buffer.sampler is not None:  # the checkpoint is inside a generation
             warn_of_sampler_on_resume(self.buffer.sampler, self.args)
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)

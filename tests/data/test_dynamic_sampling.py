@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups fill a batch, and which are left to the next step.
+"""Dynamic sampling: which groups fill a batch.
 
 Files: ``records/rollout.py``.
 """
@@ -20,17 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.configs import config_of
 from support.fakes.ranks import on_ranks
-from support.runs import WORDS, count_reward, policy, tokenizer, trainer
-from support.serialization import reloaded
-from transformers import TrainerCallback
+from support.runs import WORDS, policy, tokenizer, trainer
 
 from groupwise import Completion, GRPOTrainer
-from groupwise.data.dynamic_sampling import (
-    DynamicBatch,
-    LeftoverGroups,
-    round_size,
-)
-from groupwise.records import RewardBatch, RolloutBatch, SamplerSettings
+from groupwise.data.dynamic_sampling import DynamicBatch, round_size
+from groupwise.errors import warn_once
+from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.records.images import ImageInputs
 from groupwise.records.rollout import GroupRewards
 
@@ -60,7 +55,6 @@ def sampling_config(num_prompts, size, max_rounds=10, **ranks):
         (3, 0.4, 1, 8),  # 7.5, rounded up
         (3, 0.1, 1, 8),  # at most a full batch
         (3, 0.0, 1, 8),
-        (0, 1.0, 1, 1),  # a full batch of leftover groups still samples one prompt
         (3, 1.0, 8, 4),  # 4 completions for each of 8 ranks: prompts in pairs
         (1, 1.0, 2, 1),  # 2 completions for each of 2 ranks
     ],
@@ -107,9 +101,9 @@ def test_a_rank_keeps_the_columns_of_its_own_rows():
     assert part.local_part().rewards_NF.flatten().tolist() == [2.0, 3.0]
 
 
-def fill(prompts, leftover, config, gather=list):
+def fill(prompts, config, gather=list):
     """Run the loop of a step; returns what ``finish`` returns, and the batch."""
-    batch = DynamicBatch(leftover, config, gather)
+    batch = DynamicBatch(config, gather)
     while not batch.is_full:
         batch.add(*prompts.sample(batch.num_to_sample))
     return *batch.finish(), batch
@@ -119,45 +113,29 @@ def trained_on(rollouts):
     return [row["number"] for row in rollouts.rows]
 
 
-def numbers_of(leftover):
-    """Prompt of each group."""
-    assert (leftover.rewards is None) == (leftover.rollouts is None)
-    return (
-        []
-        if leftover.rollouts is None
-        else trained_on(leftover.rollouts)[:: leftover.rollouts.num_generations]
-    )
-
-
-def same(one, other):
-    """Return True if two leftovers have the same groups and rewards."""
-    rewards = [(part.rewards.rewards_NF.tolist(), part.rewards.columns) for part in (one, other)]
-    plain = [replace(part, rewards=None) for part in (one, other)]
-    return plain[0] == plain[1] and rewards[0] == rewards[1]
-
-
 @settings(max_examples=60)
 @given(
     st.sets(st.integers(0, 60)),
     st.integers(1, 5),
     st.integers(2, 3),
 )
-def test_every_group_with_variance_is_trained_on_once_and_in_order(varied, wanted, size):
+def test_a_batch_has_the_first_groups_with_variance_in_order(varied, wanted, size):
     varied = varied | set(range(61, 200))  # in the end all vary, so that every batch can be filled
-    prompts, leftover, seen = Prompts(varied, size), LeftoverGroups(), []
+    prompts, next_prompt = Prompts(varied, size), 0
     for _ in range(6):
-        rollouts, rewards, leftover, batch = fill(prompts, leftover, sampling_config(wanted, size, 100))
-        assert batch.num_unfilled == 0 and len(leftover) < wanted
+        rollouts, rewards, batch = fill(prompts, sampling_config(wanted, size, 100))
         groups = trained_on(rollouts)
+        assert batch.num_unfilled == 0
+        assert groups[::size] == sorted(n for n in varied if n >= next_prompt)[:wanted]
         assert Counter(groups) == dict.fromkeys(groups, size)
-        seen += groups[::size]
-    assert seen == sorted(varied)[: len(seen)]
-    assert rewards.columns["seen"] == groups
-    assert rewards.rewards_NF.flatten().tolist() == [float(i % size == 0) for i in range(len(groups))]
+        assert rewards.columns["seen"] == groups
+        assert rewards.rewards_NF.flatten().tolist() == [float(i % size == 0) for i in range(len(groups))]
+        next_prompt = next(prompts.numbers)  # those of the rounds are used up; this one, too
+        prompts.numbers = itertools.count(next_prompt)
 
 
 def test_every_column_of_a_rollout_is_kept():
-    rollouts, rewards, _, _ = fill(Prompts({1, 2, 3}, 2), LeftoverGroups(), sampling_config(1, 2))
+    rollouts, rewards, _ = fill(Prompts({1, 2, 3}, 2), sampling_config(1, 2))
     # prompt 0 has no variance; prompt 1 is completions 0 and 1 of the second round
     assert rollouts == RolloutBatch(
         rows=[{"number": 1}] * 2,
@@ -184,87 +162,68 @@ def test_images_and_step_rewards_stay_with_their_completions():
     images = [ImageInputs({"pixel_values": torch.tensor([float(i)])}) for i in range(4)]
     rollouts, rewards = Prompts({0}, 2).sample(2)
     steps = {0: [[(0, 0.5)], [(0, 0.5)], [(0, 0.25)], [(0, 1.0)]]}
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
+    batch = DynamicBatch(sampling_config(1, 2), list)
     values = group_rewards([[NAN]] * 4, 2, step_rewards=steps, num_tokens=1)
     batch.add(replace(rollouts, images=images), replace(rewards, **vars(values)))
-    filled, filled_rewards, _ = batch.finish()
+    filled, filled_rewards = batch.finish()
     assert filled.images == images[2:]  # the second group has variance
     assert filled_rewards.step_rewards == {0: [[(0, 0.25)], [(0, 1.0)]]}
 
 
 def test_columns_that_some_completions_lack_are_none():
     first, second = Prompts({0, 1}, 2), Prompts({0, 1}, 2)
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(2, 2), list)
+    batch = DynamicBatch(sampling_config(2, 2), list)
     batch.add(*first.sample(1))
     rollouts, rewards = second.sample(1)
     batch.add(replace(rollouts, extra={"other": ["a", "b"]}), replace(rewards, columns={}))
-    filled, filled_rewards, _ = batch.finish()
+    filled, filled_rewards = batch.finish()
     assert filled.extra == {"place": [0, 1, None, None], "other": [None, None, "a", "b"]}
     assert filled_rewards.columns == {"seen": [0, 0, None, None]}
 
 
 def test_token_wise_advantages_are_as_wide_as_the_longest_completion():
     rollouts, rewards = Prompts({0}, 2).sample(1)
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
+    batch = DynamicBatch(sampling_config(1, 2), list)
     batch.add(replace(rollouts, completions=[Completion([1, 2, 3]), Completion([1])]), rewards)
     assert batch.finish()[1].num_tokens == 3
 
 
 def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
-    rollouts, _, leftover, batch = fill(
-        Prompts({3}, 2), LeftoverGroups(), sampling_config(4, 2, max_rounds=2)
-    )
+    rollouts, _, batch = fill(Prompts({3}, 2), sampling_config(4, 2, max_rounds=2))
     # Two rounds of 4 prompts: only prompt 3 varies, 0, 1 and 2 fill the batch, 4 to 7 are discarded.
     assert trained_on(rollouts) == [3, 3, 0, 0, 1, 1, 2, 2]
-    assert leftover == LeftoverGroups(share_with_variance=1 / 8, has_warned=True)
     values = {name: reduction.value() for name, reduction in batch.metrics.items()}
     assert values == {
         "dynamic_sampling/rounds": 2.0,
         "dynamic_sampling/discarded_share": 4 / 8,
         "dynamic_sampling/unfilled_share": 3 / 4,
-        "dynamic_sampling/carried": 0.0,
     }
 
 
-def test_one_warning_per_run_names_the_groups_without_variance(caplog):
-    prompts, leftover = Prompts({0, 1, 2}, 2), LeftoverGroups()
+def test_one_warning_names_the_groups_without_variance(caplog):
+    warn_once.cache_clear()
+    prompts = Prompts({0, 1, 2}, 2)
     with caplog.at_level(logging.WARNING):
-        _, _, leftover, _ = fill(prompts, leftover, sampling_config(3, 2, max_rounds=1))
-        assert not leftover.has_warned and not caplog.text
+        fill(prompts, sampling_config(3, 2, max_rounds=1))
+        assert not caplog.text
         for _ in range(2):
-            _, _, leftover, _ = fill(prompts, leftover, sampling_config(3, 2, max_rounds=1))
-            assert leftover.has_warned
+            fill(prompts, sampling_config(3, 2, max_rounds=1))
     assert caplog.text.count("after dynamic_sampling_max_rounds=1 rounds, 3 of the 3 groups") == 1
 
 
 def test_later_rounds_are_sized_by_the_share_with_variance():
     # batches of 4: of the first 4 prompts two vary, so two missing groups need 4 more, of which all vary
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(4, 2), list)
+    batch = DynamicBatch(sampling_config(4, 2), list)
     prompts = Prompts({0, 1, 4, 5, 6, 7}, 2)
     assert (batch.is_full, batch.num_to_sample, batch.num_unfilled) == (False, 4, 4)
     batch.add(*prompts.sample(4))
     assert (batch.is_full, batch.num_to_sample, batch.num_unfilled) == (False, 4, 2)
     batch.add(*prompts.sample(4))
     assert (batch.is_full, batch.num_unfilled) == (True, 0)
-    rollouts, _, leftover = batch.finish()
-    assert trained_on(rollouts)[::2] == [0, 1, 4, 5] and numbers_of(leftover) == [6, 7]
-    assert leftover.share_with_variance == 6 / 8
-    # the next step expects that share: 4 - 2 groups need 2 / (6 / 8) = 2.7 prompts
-    following = DynamicBatch(leftover, sampling_config(4, 2), list)
-    assert (following.is_full, following.num_to_sample) == (False, 3)
-
-
-def test_leftover_groups_come_first_and_do_not_replace_sampling():
-    leftover = fill(Prompts(set(range(9)), 2), LeftoverGroups(), sampling_config(4, 2, 1))[2]
-    assert numbers_of(leftover) == []
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), list)
-    batch.add(*Prompts(set(range(9)), 2).sample(4))  # one group and three left over
-    leftover = batch.finish()[2]
-    assert numbers_of(leftover) == [1, 2, 3]
-    rollouts, _, leftover, batch = fill(Prompts({0}, 2), leftover, sampling_config(2, 2))
-    # 1 and 2 fill the batch, a round of one prompt is sampled all the same; 3 and the new 0 are left
-    assert trained_on(rollouts) == [1, 1, 2, 2] and numbers_of(leftover) == [3, 0]
-    assert batch.metrics["dynamic_sampling/carried"].value() == 2
+    rollouts, _ = batch.finish()
+    assert trained_on(rollouts)[::2] == [0, 1, 4, 5]
+    # 8 groups were sampled: two without variance and two beyond the batch are discarded
+    assert batch.metrics["dynamic_sampling/discarded_share"].value() == 4 / 8
 
 
 def test_without_dynamic_sampling_one_round_is_the_batch(tmp_path, monkeypatch):
@@ -282,58 +241,15 @@ def test_ranks_share_the_batch_of_one_process():
 
     def on_rank(rank, gather, exchange):
         own = sampling_config(3, 4, 5, world_size=2, rank=rank)
-        return fill(Prompts(varied, 4, 2, rank), LeftoverGroups(), own, gather)
+        return fill(Prompts(varied, 4, 2, rank), own, gather)
 
     first, second = on_ranks(2, on_rank)
-    one = fill(Prompts(varied, 4), LeftoverGroups(), sampling_config(3, 4, 5))
+    one = fill(Prompts(varied, 4), sampling_config(3, 4, 5))
     assert trained_on(first[0]) + trained_on(second[0]) == trained_on(one[0]) == [2] * 4 + [3] * 4 + [4] * 4
     assert first[0].extra["place"] + second[0].extra["place"] == one[0].extra["place"]
-    assert same(first[2], one[2]) and same(second[2], one[2]) and len(one[2]) == 1
     assert (first[1].local, second[1].local) == (slice(0, 6), slice(6, 12))
     for filled in (first, second):
         assert torch.equal(filled[1].rewards_NF, one[1].rewards_NF)
-
-
-def leftover_of(count, size=2):
-    """Groups 1 to ``count``, left over by a batch of one group."""
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, size), list)
-    batch.add(*Prompts(set(range(99)), size).sample(1 + count))
-    return batch.finish()[2]
-
-
-def test_ranks_compute_the_log_probs_of_leftover_groups_in_equal_shares():
-    leftover = leftover_of(3)  # 6 completions, 2 for each of 4 ranks
-    parts = [
-        leftover.local_rollouts(sampling_config(1, 2, world_size=4, rank=rank), SamplerSettings())
-        for rank in range(4)
-    ]
-    assert [trained_on(part) for part in parts] == [[1, 1], [2, 2], [3, 3], [3, 3]]
-    assert all(part.num_generations == 2 for part in parts)
-    logps = [[-float(ids[0])] for part in parts for ids in (c.token_ids for c in part.completions)]
-    known = leftover.with_behavior_logps(logps)
-    # the completion of row i is [i]; rows 0 and 1 are the group of the batch
-    assert [completion.old_logps for completion in known.rollouts.completions] == [
-        [-2.0], [-3.0], [-4.0], [-5.0], [-6.0], [-7.0]
-    ]  # fmt: skip
-    assert LeftoverGroups().local_rollouts(sampling_config(1, 2), SamplerSettings()) is None
-
-
-def test_leftover_groups_survive_a_checkpoint():
-    leftover = replace(
-        leftover_of(2).with_behavior_logps([[-0.5]] * 4), share_with_variance=0.75, has_warned=True
-    )
-    restored = reloaded(leftover.savable())
-    assert same(restored, leftover)
-    assert restored.rollouts.completions[0].old_logps == [-0.5]
-
-
-def test_groups_that_a_checkpoint_cannot_hold_are_left_out(caplog):
-    leftover = leftover_of(3)
-    leftover.rollouts.rows[3]["image"] = object()  # of group 1
-    with caplog.at_level(logging.WARNING):
-        saved = leftover.savable()
-    assert numbers_of(saved) == [1, 3]
-    assert "1 leftover groups are not part of the checkpoint" in caplog.text
 
 
 # With the trainer.
@@ -380,7 +296,7 @@ def weights(run):
 
 
 def test_one_group_a_step_trains_as_on_the_prompts_with_variance(tmp_path):
-    # Rounds of a single prompt leave nothing over, so the run is that on a dataset without the other rows.
+    # Rounds of a single prompt discard no group with variance: the run is that on a dataset of such rows.
     common = {"rollout_func": by_place, "shuffle_dataset": False, "max_steps": 5}
     whole = trainer(tmp_path, planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True, **common)
     chosen = trainer(tmp_path, planted(VARIED), train_dataset=numbered(28).select(sorted(VARIED)), **common)
@@ -392,58 +308,18 @@ def test_one_group_a_step_trains_as_on_the_prompts_with_variance(tmp_path):
     assert rounds == [2, 1, 3, 1, 1]  # rows 0-1, 2, 3-5, 6, 7
 
 
-def test_groups_left_over_are_trained_on_next_with_the_log_probs_of_their_policy(tmp_path):
-    # Batches of 3 groups. Step 1: of rows 0-2 two vary, of 2 more (3, 4) none, then of 3 more all: 5, 6, 7.
+def test_every_batch_is_of_the_current_policy(tmp_path):
+    # Batches of 3 groups: of rows 0-2 two vary, of 2 more (3, 4) none, of 3 more all: 6 and 7 are discarded.
     run = spied(
         tmp_path, rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
         shuffle_dataset=False, rollout_func=by_place, per_device_train_batch_size=12, max_steps=2,
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    run.args.max_steps = 1
-    run.train()
-    assert numbers_of(run.leftover_groups) == [6, 7]
-    carried = run.leftover_groups.rollouts
-    first = policy()  # the policy that sampled them
-    for prompt_ids, completion in zip(carried.prompt_ids, carried.completions, strict=True):
-        logps = first(torch.tensor([prompt_ids + completion.token_ids])).logits[0].log_softmax(-1)
-        expected = [
-            logps[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(completion.token_ids)
-        ]
-        assert completion.old_logps == pytest.approx(expected, abs=1e-5)
-
-    run = spied(
-        tmp_path / "on", rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
-        shuffle_dataset=False, rollout_func=by_place, per_device_train_batch_size=12, max_steps=2,
-        gradient_checkpointing=False, log_completions=True, sequence_layout="padded",
+        gradient_checkpointing=False, sequence_layout="padded",
     )  # fmt: skip
     run.train()
-    assert all(batch.old_logps_BT.isnan().all() for step, batch in run.batches if step == 0)
-    (second,) = [batch for step, batch in run.batches if step == 1]
-    prompts = second.prompt_ids_BL[:, -1].tolist()
-    old = dict(zip(prompts, second.old_logps_BT.tolist(), strict=True))
-    pairs = zip(carried.prompt_ids, carried.completions, strict=True)
-    stored = {ids[-1]: completion.old_logps for ids, completion in pairs}  # the last one of each group
-    assert len(stored) == 2
-    # the current policy sampled the others
-    assert all(prompt in stored or math.isnan(logp) for prompt, logps in old.items() for logp in logps)
-    for prompt, logps in stored.items():
-        assert old[prompt] == pytest.approx(logps, abs=1e-6)
-    logged = [line for line in run.state.log_history if "loss" in line]
-    assert [line["dynamic_sampling/carried"] for line in logged] == [0, 2]
-
-
-def test_left_over_and_new_groups_share_a_window_of_two_generations(tmp_path):
-    # Two generations of 3 groups a window; the groups that the last one of a window leaves over are old.
-    run = spied(
-        tmp_path, rewards=planted(VARIED), train_dataset=numbered(28), dynamic_sampling=True,
-        shuffle_dataset=False, rollout_func=by_place, per_device_train_batch_size=12, max_steps=3,
-        gradient_accumulation_steps=2, steps_per_generation=1, sequence_layout="padded",
-    )  # fmt: skip
-    run.train()
-    known = [
-        batch.old_logps_BT[batch.loss_mask_BT.bool()].isfinite() for step, batch in run.batches if step > 0
-    ]
-    assert torch.cat(known).any() and not torch.cat(known).all()
+    assert all(batch.old_logps_BT.isnan().all() for _, batch in run.batches)
+    prompts = [sorted({ids[-1] for ids in batch.prompt_ids_BL.tolist()}) for _, batch in run.batches]
+    words = [sorted(tokenizer()([WORDS[n] for n in rows])["input_ids"]) for rows in ((1, 2, 5), (8, 11, 13))]
+    assert [[[token] for token in step] for step in prompts] == words
 
 
 def test_metrics_count_every_sampled_group(tmp_path):
@@ -466,6 +342,7 @@ def test_a_constant_reward_ends_with_a_warning_and_an_update_of_zero(tmp_path, c
         dynamic_sampling_max_rounds=2, rollout_func=by_place,
     )  # fmt: skip
     before = weights(run)
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         run.train()
     assert torch.equal(weights(run), before)
@@ -498,57 +375,15 @@ def test_a_checkpoint_of_a_run_without_dynamic_sampling_continues_with_a_warning
     assert "dynamic_sampling=True (was False)" in caplog.text and run.state.global_step == 2
 
 
-def test_environments_are_no_part_of_leftover_groups():
-    """A lock, as a database connection, can neither be sent to another process nor saved."""
+def test_environments_are_not_gathered():
+    """A lock, as a database connection, cannot be sent to another process."""
     prompts = Prompts({0, 1}, 2)
 
     def sample(count):
         rollouts, rewards = prompts.sample(count)
         return replace(rollouts, extra={"environments": [threading.Lock() for _ in rollouts.rows]}), rewards
 
-    batch = DynamicBatch(LeftoverGroups(), sampling_config(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
+    batch = DynamicBatch(sampling_config(1, 2), lambda own: pickle.loads(pickle.dumps(own)))
     batch.add(*sample(2))
-    rollouts, _, leftover = batch.finish()
-    assert rollouts.extra == {} and len(leftover) == 1
-    assert len(leftover.savable()) == 1
-
-
-def one_left_over():
-    """Rewards of which the first round has one varied group, and the second one group more than needed."""
-    calls = []
-
-    def varied(completion_ids, **_):
-        calls.append(len(completion_ids))
-        flat = 4 if len(calls) == 1 else 0
-        return [0.0] * flat + [float(i) for i in range(len(completion_ids) - flat)]
-
-    return varied
-
-
-def test_leftover_groups_do_not_keep_the_rewards_of_replaced_functions(tmp_path, caplog):
-    class Replace(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            assert len(run.leftover_groups) == 1 or state.global_step > 1
-            run.reward_funcs = [count_reward, by_position]
-
-    def by_position(completion_ids, **_):
-        return [float(i) for i in range(len(completion_ids))]
-
-    run = trainer(tmp_path, one_left_over(), dynamic_sampling=True, per_device_train_batch_size=8,
-                  callbacks=[Replace()])  # fmt: skip
-    run.train()
-    assert "1 leftover groups of dynamic sampling are dropped: reward_funcs was replaced" in caplog.text
-    carried = [line["dynamic_sampling/carried"] for line in run.state.log_history if "loss" in line]
-    assert carried == [0, 0]
-
-
-@pytest.mark.parametrize("changes", [{"num_generations": 2}, {"rewards": count_reward}])
-def test_leftover_groups_of_a_run_with_other_groups_or_rewards_are_not_continued(tmp_path, caplog, changes):
-    given = {"rewards": one_left_over(), "dynamic_sampling": True, "per_device_train_batch_size": 8}
-    run = trainer(tmp_path, **given, save_strategy="steps", save_steps=1, max_steps=1)
-    run.train()
-    assert len(run.leftover_groups) == 1
-    run = trainer(tmp_path, **{**given, **changes})
-    run.train(resume_from_checkpoint=True)
-    assert "1 leftover groups of dynamic sampling are dropped: they have 4 completions each" in caplog.text
-    assert [line["dynamic_sampling/carried"] for line in run.state.log_history if "loss" in line][-1] == 0
+    rollouts, _ = batch.finish()
+    assert rollouts.extra == {}

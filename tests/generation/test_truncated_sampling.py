@@ -17,7 +17,6 @@ from groupwise.config.sampling import truncated_logprob_bound
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.objectives import OBJECTIVES, policy_loss
 from groupwise.core.surrogates import clipped
-from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.records.serialization import load
@@ -161,29 +160,10 @@ def test_a_resumed_run_repeats_the_run(tmp_path):
     resumed = trainer(tmp_path / "resumed", model=sharp(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     file = next((tmp_path / "whole" / "checkpoint-1").glob("groupwise*"))
-    entries = load(str(file), EntropyControl, LeftoverGroups)
+    entries = load(str(file), EntropyControl)
     assert "sampling_mask" in str(entries)[:1_000_000]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_leftover_groups_keep_their_kept_tokens_over_a_checkpoint(tmp_path):
-    def reward(prompts, completion_ids, **_):
-        return [float(sum(ids) % 3) for ids in completion_ids]
-
-    settings = {
-        "dynamic_sampling": True, "gradient_accumulation_steps": 2, "max_steps": 3, **TRUNCATION,
-        "train_dataset": prompts(16),
-    }  # fmt: skip
-    whole = trainer(
-        tmp_path / "whole", reward, model=sharp(), **settings, save_strategy="steps", save_steps=1
-    )
-    whole.train()
-    for step in (1, 2):
-        resumed = trainer(tmp_path / f"resumed{step}", reward, model=sharp(), **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
 
 
 def test_turns_of_an_agent_keep_their_kept_tokens():

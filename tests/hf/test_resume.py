@@ -428,7 +428,7 @@ def _often_constant(completions: list[str], prompts: list[str], **_: Any) -> lis
 
 
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"beta": 0.1, "kl_in_reward": True}], ids=str)
-def test_resume_with_groups_carried_over(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_resume_with_dynamic_sampling(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = _assert_resumes(
         tmp_path,
         [1, 2, 4],
@@ -438,10 +438,10 @@ def test_resume_with_groups_carried_over(tmp_path: Path, settings: dict[str, Any
         reward_funcs=_often_constant,
         per_device_train_batch_size=6,
         log_completions=True,
-        seed=3,  # an order of prompts that leaves a group over
         **settings,
     )
-    assert any(line.get("dynamic_sampling/carried") for line in whole.state.log_history)
+    rounds = [line["dynamic_sampling/rounds"] for line in whole.state.log_history if "loss" in line]
+    assert max(rounds) > 1
 
 
 def test_resume_after_a_reward_changed_the_working_directory(

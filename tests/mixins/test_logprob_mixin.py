@@ -135,12 +135,10 @@ def test_tokens_without_loss():
 
 
 def test_reported_log_probs_keep_their_places():
-    given = [Completion([3, 2], logps=[-0.5, NAN], old_logps=[-0.25, -0.75]), Completion([4])]
+    given = [Completion([3, 2], logps=[-0.5, NAN]), Completion([4])]
     tokens = mixin().collate(rollouts(given, images=["one", "two"]))
     expected = [[-0.5, NAN], [NAN, NAN]]
     torch.testing.assert_close(tokens.sampler_logps_BT, torch.tensor(expected), equal_nan=True)
-    expected = [[-0.25, -0.75], [NAN, NAN]]
-    torch.testing.assert_close(tokens.old_logps_BT, torch.tensor(expected), equal_nan=True)
     assert tokens.images == ("one", "two")
 
 
@@ -197,13 +195,6 @@ def test_a_newer_reference_completes_the_experience_of_a_generation():
     assert found.ref_logps_BT.tolist() == [[-10, -20], [-30, 0], [-40, -50]]
     assert found.old_logps_BT is lacking.old_logps_BT
     assert run.logprob_computer.calls == [([1, 3], False), ([4], False)]
-
-
-def test_known_old_log_probs_are_kept():
-    tokens = tokens_of(THREE)
-    tokens.old_logps_BT[0] = torch.tensor([-7.0, -8.0])
-    logps = mixin().old_and_ref_logps(tokens, on_policy=False)
-    assert logps.old_logps_BT.tolist() == [[-7, -8], [-3, 0], [-4, -5]]
 
 
 def rewards(**given):

@@ -136,8 +136,8 @@ def test_seeds_depend_on_step_and_prompt_and_not_on_the_number_of_ranks(monkeypa
     assert len({whole[0], seeds(0, 12, step=7)[0], seeds(0, 12, last=(2, 9))[0]}) == 3
 
 
-@pytest.mark.parametrize("num_prompts", [None, 3])
-def test_agents_begin_batches_ahead_with_the_random_stream_of_the_user(num_prompts):
+@pytest.mark.parametrize("first", [1, 0])
+def test_agents_begin_batches_ahead_with_the_random_stream_of_the_user(first):
     def first_turns(rows, backend, generation_kwargs, step):
         torch.manual_seed(0)
         return [[step]], (rows, backend, generation_kwargs["temperature"])
@@ -152,11 +152,11 @@ def test_agents_begin_batches_ahead_with_the_random_stream_of_the_user(num_promp
     )
     run.args.rollout_staleness = 2
     state = torch.get_rng_state()
-    run.prefetch_rollouts(SamplerSettings(temperature=0.5), num_prompts)
+    run.prefetch_rollouts(SamplerSettings(temperature=0.5), first=first)
     given = ROWS, run.backend, 0.5
     assert run.backend.prefetched == [([[7]], given, 7), ([[8]], given, 8)]
-    # Rounds of dynamic sampling are requested while the batch of this step is not over.
-    assert calls == ["end"] * (num_prompts is None) + ["generate"] * 2
+    # With dynamic sampling they are requested while the batch of this step is not over.
+    assert calls == ["end"] * first + ["generate"] * 2
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from groupwise.core.entropy import EntropyControl
-from groupwise.data.dynamic_sampling import LeftoverGroups
 from groupwise.records.serialization import host_copy, load
 
 
@@ -17,4 +16,4 @@ def reloaded(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(host_copy(value), file)
     file.seek(0)
-    return load(file, EntropyControl, LeftoverGroups)
+    return load(file, EntropyControl)

@@ -500,10 +500,8 @@ class BaseTrainer(Trainer):
     def save_rollout_state(self, directory: str) -> None:
         """Add state that ``Trainer`` does not save to the checkpoint in `directory`."""
         args, state = self.args, self.step_state.marks
-        state["leftover_groups"] = state["leftover_groups"].savable()
         state["settings"] = resume_settings(args, self.train_dataset)
         state["optimizer"] = self.optimizer_classes()
-        state["reward_func_names"] = list(self.reward_func_names)
         checkpointing.save_state(directory, args.process_index, args.world_size, state)
         digests = self._digests_of(self.model) if args.should_save or is_sharded(self.accelerator) else {}
         if args.should_save:

@@ -93,7 +93,7 @@ class LogprobMixin:
             completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
             group_ids_B=torch.tensor(groups, device=device),
-            old_logps_BT=padded_logps([completion.old_logps for completion in completions]),
+            old_logps_BT=padded_logps([None] * len(completions)),
             # None without a separate sampler, which the loss would correct for.
             sampler_logps_BT=None
             if all(logps is None for logps in sampler_logps)
@@ -141,18 +141,17 @@ class LogprobMixin:
                 NaN, and the loss reads ``logps.detach()``.
 
         Returns:
-            old (B, T) and reference (B, T) log-probs; known old log-probs are kept.
+            old (B, T) and reference (B, T) log-probs.
         """
         if self.args.use_liger_kernel:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
-            on_policy = on_policy and tokens.sampler_logps_BT is None and not self.args.dynamic_sampling
+            on_policy = on_policy and tokens.sampler_logps_BT is None
         model = self.model
         with evaluation_mode(model):  # without dropout: ρ would be noise
-            old_logps_BT = tokens.old_logps_BT  # (B, T); known where rollouts are of an earlier policy
+            old_logps_BT = tokens.old_logps_BT  # (B, T) NaN: the current policy
             if not on_policy:
-                current_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
                 # NaN stays in rows without gradient: should a changed setting give them one, ρ is 1 there.
-                old_logps_BT = torch.where(old_logps_BT.isnan(), current_BT, old_logps_BT)
+                old_logps_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
             # The reference is the model without its adapter, or another model, or None: β = 0.
             with self.reference.scoring(model) as reference:
                 ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)

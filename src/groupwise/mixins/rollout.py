@@ -161,21 +161,19 @@ class RolloutMixin:
                     texts[row] = [parse(prompt_ids[row], token_ids[row], ()).message]
         return texts
 
-    def prefetch_rollouts(self, sampler: SamplerSettings, num_prompts: int | None = None) -> None:
+    def prefetch_rollouts(self, sampler: SamplerSettings, *, first: int = 1) -> None:
         """Start generating the next ``rollout_staleness`` generations on a server; with agents, first turns.
 
         The user's code before them, such as ``reset``, runs now: none of it runs beside the update.
 
         Args:
-            num_prompts: prompts of the next round of dynamic sampling, after those of this generation were
-                taken. None: generations of fixed size, and this one is not yet taken.
+            first: 1: the prompts of this generation are not yet taken; 0: they are (dynamic sampling).
         """
         args = self.args
         depth = args.rollout_staleness if self.rollout_func is None else 0
-        size, first = (args.prompts_per_batch, 1) if num_prompts is None else (num_prompts, 0)
-        if self.agents is not None and num_prompts is None:
+        if self.agents is not None and first:
             self.agents.end_batch()  # of the step before; with dynamic sampling, of this step: not yet over
-        for ahead, rows in enumerate(self.prompts.upcoming(depth, size, first), start=1):
+        for ahead, rows in enumerate(self.prompts.upcoming(depth, args.prompts_per_batch, first), start=1):
             step = self.state.global_step + ahead * args.optimizer_steps_per_generation  # whole steps
             if step >= self.state.max_steps:
                 return

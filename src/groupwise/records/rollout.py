@@ -38,7 +38,6 @@ class Completion:
         policy itself, or reported none.
     loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
     truncated: the length limit ended the completion, not an end token.
-    old_logps: log-probs under the policy that sampled the tokens; None: that is the current policy.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
     weight_digest: digest of all weights that sampled the tokens; those of several steps are joined by "+".
         None: they were not compared (``vllm_weight_check``), or the sampler is the policy itself.
@@ -54,7 +53,6 @@ class Completion:
     logps: list[float] | None = None
     loss_mask: list[int] | None = None
     truncated: bool = False
-    old_logps: list[float] | None = None
     versions: list[int] | None = None
     weight_digest: str | None = None
     sampling_mask: SamplingMask | None = None
@@ -74,7 +72,7 @@ class Completion:
 
     def sampled_at(self, step: int) -> bool:
         """Return True if the weights of optimizer step ``step`` sampled every token."""
-        return self.old_logps is None and all(version == step for version in self.versions or ())
+        return all(version == step for version in self.versions or ())
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ _TRAINER_METRICS = re.compile(
     r"|sampling/(logprob_mismatch|(sampling_logp_difference|truncated_mass|importance_sampling_ratio)/.+)"
     r"|tools/(call|failure|fork)_frequency|rollouts/(retry_frequency|dropped_share|dropped_groups)"
     r"|rollouts/(rows|computed_share)"
-    r"|dynamic_sampling/(rounds|unfilled_share|carried|discarded_share)"
+    r"|dynamic_sampling/(rounds|unfilled_share|discarded_share)"
     r"|skipped_share|padding_share|layout_fell_back|staleness(/max)?"
 )
 
