@@ -266,11 +266,10 @@ def test_names_on_the_page_of_the_paper_exist():
         pkgutil.resolve_name(f"groupwise.{name}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), target
+def test_links_lead_to_files():
+    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)", page.read_text())]
+    local = [(page, target) for page, target in links if not target.startswith(("http://", "https://"))]
+    assert [f"{page.name}: {link}" for page, link in local if not (page.parent / link).exists()] == []
 
 
 def test_the_version_is_the_same_everywhere():

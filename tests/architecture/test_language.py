@@ -40,9 +40,6 @@ PERSONS = (
 OLD_NAMES = ("keeper", "keepers", "ledger", "logbook", "recut", "hearer", "scorer", "unheard")
 BANNED = re.compile(rf"\b({'|'.join((*PERSONS, *OLD_NAMES))})\b", flags=re.IGNORECASE)
 
-#: Files that still have old words, by their path in the repository; a file without any must leave the list.
-UNFINISHED: frozenset[str] = frozenset()
-
 
 def texts(source: str) -> str:
     """Return the comments and strings of a Python source, docstrings and messages included."""
@@ -75,13 +72,9 @@ def problems(path: Path) -> list[str]:
     return found + banned(texts(text) if path in SOURCES else text)
 
 
-@pytest.mark.parametrize("path", SOURCES + PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_texts_use_the_words_of_the_field(path):
-    name = str(path.relative_to(ROOT))
-    if name in UNFINISHED:
-        assert problems(path), f"{name} is finished: take it off UNFINISHED"
-    else:
-        assert problems(path) == []
+def test_texts_use_the_words_of_the_field():
+    found = {str(path.relative_to(ROOT)): problems(path) for path in SOURCES + PAGES}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 def test_messages_give_the_remedy_and_no_page_that_an_installed_package_lacks():
@@ -93,10 +86,6 @@ def test_messages_give_the_remedy_and_no_page_that_an_installed_package_lacks():
         found[path] = [text for text in pages if inspect.cleandoc(text) not in docstrings(source)]
     names = {"README.md", "memory.md"}
     assert not {path.name: texts for path, texts in found.items() if {*texts} - names}
-
-
-def test_unfinished_files_exist():
-    assert {str(path.relative_to(ROOT)) for path in SOURCES + PAGES} >= UNFINISHED
 
 
 @pytest.mark.parametrize("word", OPENINGS)
