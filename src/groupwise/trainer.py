@@ -412,7 +412,8 @@ class GRPOTrainer(
             rollouts, dropped_N = self.drop_failed(rollouts)  # of all ranks, or None; no reward and no loss
         with metrics.phase("reward"), self.rng.user_code():
             rewards = self.compute_rewards(rollouts).without(dropped_N)  # (N, F), NaN where there is none
-        metrics.record(rollout_metrics(rollouts, rewards.num_valid, self.state.global_step))
+        rollouts = rollouts.drop_from(rewards.num_valid)  # rows that pad an evaluation batch
+        metrics.record(rollout_metrics(rollouts, self.state.global_step))
         metrics.record(rewards.metrics)
         return rollouts, rewards
 
@@ -510,8 +511,7 @@ class GRPOTrainer(
             self.backend.release()
             self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics)
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
-            num_padding_rows = len(inputs) - rewards.num_valid
-            (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window), num_padding_rows)
+            (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window))
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, batch)
         # The losses of the ranks average to that of the batch, which counts by its rows.

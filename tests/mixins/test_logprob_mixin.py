@@ -127,11 +127,10 @@ def test_tokens_without_loss():
     assert mixin().collate(rollouts(tools)).loss_mask_BT.tolist() == [[0, 1], [1, 0]]
     masked = mixin(mask_truncated_completions=True).collate(rollouts(tools))
     assert masked.loss_mask_BT.tolist() == [[0, 1], [0, 0]]
-    # of the 3 rows of 2 ranks that count, rank 0 has both of its own, rank 1 one
-    assert mixin().collate(rollouts(TWO, num_valid=3)).loss_mask_BT.tolist() == [[1, 1], [1, 0]]
-    second = mixin(Ranks(rank=1)).collate(rollouts(TWO, num_valid=3))
-    assert second.loss_mask_BT.tolist() == [[1, 1], [0, 0]]
-    assert second.completion_mask_BT.tolist() == [[1, 1], [1, 0]]
+    assert mixin().collate(rollouts(TWO).drop_from(2)).dropped_B is None
+    padded = mixin().collate(rollouts(TWO).drop_from(1))
+    assert padded.loss_mask_BT.tolist() == [[1, 1], [0, 0]] and padded.dropped_B.tolist() == [False, True]
+    assert padded.completion_mask_BT.tolist() == [[1, 1], [1, 0]]
 
 
 def test_reported_log_probs_keep_their_places():

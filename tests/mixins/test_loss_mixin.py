@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -115,7 +115,8 @@ def test_loss_tokens_are_counted_by_prompt():
 
 
 def test_padding_rows_are_no_sequences():
-    first, second = mixin([OTHER]).set_token_weights(WINDOW, KEPT, num_padding_rows=1)
+    window = [WINDOW[0], replace(WINDOW[1], dropped_B=torch.tensor([True]))]
+    first, second = mixin([OTHER]).set_token_weights(window, KEPT)
     torch.testing.assert_close(first.sequence_weight_B1, torch.full((2, 1), 2 / 7))  # 2 ranks / (2 + 5 rows)
     assert second.sequence_weight_B1.tolist() == [[0.0]]
 
@@ -123,10 +124,10 @@ def test_padding_rows_are_no_sequences():
 def test_the_prompts_of_padding_rows_do_not_count():
     window = [
         experience([[1, 1], [1, 0]], group_ids_B=torch.tensor([4, 5])),
-        experience([[0, 0]], group_ids_B=torch.tensor([6])),
+        experience([[0, 0]], group_ids_B=torch.tensor([6]), dropped_B=torch.tensor([True])),
     ]
     run = mixin([OTHER, [[9, 5]]], loss_type="scalerl")
-    first, _ = run.set_token_weights(window, KEPT, num_padding_rows=1)
+    first, _ = run.set_token_weights(window, KEPT)
     # 2 ranks / (prompts 4, 5 and 9 x loss tokens of the prompt)
     torch.testing.assert_close(first.token_weights_BT, torch.tensor([[1 / 3, 1 / 3], [2 / 3, 0.0]]))
 

@@ -94,7 +94,8 @@ def test_padding_rows_of_an_evaluation_batch_have_no_reward(other_rank):
     other_rank.append(([[2.0, 7.0]], 5))
     found = mixin([length]).compute_rewards(rollouts(num_valid=3))
     assert found.rewards_NF.flatten().tolist() == [1.0, 3.0, 2.0]
-    assert found.metrics["reward"].count == 3
+    assert found.metrics["reward"].count == 3 and found.num_valid == 2
+    assert replace(found, local=slice(2, 4)).num_valid == 1  # of the second rank
 
 
 def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):

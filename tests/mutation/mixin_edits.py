@@ -22,7 +22,10 @@ MIXINS = [
     ),
     *_of(
         "loss",
-        ("counted_B[len(counted_B) - num_padding_rows :] = False", ""),
+        (
+            "torch.cat([batch.kept_B for batch in window])",
+            "torch.cat([batch.kept_B | True for batch in window])",
+        ),
         (
             "[batch.loss_mask_BT.sum() for",
             "[torch.ones_like(batch.completion_mask_BT).sum() for",
@@ -60,9 +63,8 @@ MIXINS = [
         "logprob",
         ("pad_token, left=True, **pad)", "pad_token, **pad)"),
         ("self.accelerator.process_index * len(rollouts)", "0"),
-        ("len(rollouts) if rollouts.num_valid is None", "len(rollouts) if rollouts.num_valid is not None"),
-        ("rollouts.num_valid - first_row", "rollouts.num_valid"),
-        ("if row >= num_valid", "if row > num_valid"),
+        ("if completion.dropped or (", "if ("),
+        ("if any(dropped) else None", "if all(dropped) else None"),
         ("pad_sequences(rows, math.nan,", "pad_sequences(rows, 0.0,"),
         ("[row // rollouts.num_generations for row", "[row for row"),
         ("completion.truncated and masks_truncated", "masks_truncated"),

@@ -50,10 +50,7 @@ class LogprobMixin:
     objective_settings: ObjectiveSettings
 
     def collate(self, rollouts: RolloutBatch) -> TokenBatch:
-        """Pad the rollouts of this rank to tensors (B, L) and (B, T) on the training device.
-
-        Rows that pad an evaluation batch have no loss tokens, and so no token metrics.
-        """
+        """Pad the rollouts of this rank to tensors (B, L) and (B, T) on the training device."""
         completions, device = rollouts.completions, self.accelerator.device
         token_ids = [completion.token_ids for completion in completions]
         pad: dict[str, Any] = {"multiple_of": self.args.pad_to_multiple_of, "device": device}
@@ -63,12 +60,10 @@ class LogprobMixin:
         completion_ids_BT = pad_sequences(token_ids, pad_token, **pad)
         prompt_lengths, lengths = [*map(len, rollouts.prompt_ids)], [*map(len, token_ids)]
         first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
-        # Of this rank; the global count minus the rows of the ranks before. Rank 1 of B = 4, 6 count: 2.
-        num_valid = len(rollouts) if rollouts.num_valid is None else rollouts.num_valid - first_row
         masks_truncated = self.args.mask_truncated_completions
         loss_masks = [
             [0] * lengths[row]
-            if row >= num_valid or completion.dropped or (completion.truncated and masks_truncated)
+            if completion.dropped or (completion.truncated and masks_truncated)
             else completion.loss_mask or [1] * lengths[row]
             for row, completion in enumerate(completions)
         ]

@@ -35,25 +35,19 @@ class LossMixin:
     zero_grad_at_zero_advantage = True
 
     def set_token_weights(
-        self,
-        window: Sequence[Experience],
-        entropy_masks: Sequence[torch.Tensor],
-        num_padding_rows: int = 0,
+        self, window: Sequence[Experience], entropy_masks: Sequence[torch.Tensor]
     ) -> list[MicroBatch]:
         """Weigh every loss token of an accumulation window, from exact counts over all ranks.
 
         Args:
             window: experience of this rank, one entry per micro-batch.
             entropy_masks: one mask (B, T) per entry, from ``compute_entropy_masks``.
-            num_padding_rows: rows at the end of this rank's window that only pad an evaluation batch.
 
         Returns:
             the entries of ``window`` with token, sequence and entropy weights.
         """
         counted_B, sizes = torch.cat([batch.kept_B for batch in window]), [*map(len, window)]
-        # Padding is at the end of the window. Like a dropped row it is in no denominator: a group of 8 with a
-        # failed rollout is trained as one of 7.
-        counted_B[len(counted_B) - num_padding_rows :] = False
+        # A dropped row is in no denominator: a group of 8 with a failed rollout is trained as one of 7.
         sequences_B = counted_B.long()  # 1 per row that counts
         if by_row := self.args.rollout_credit == "row":
             from groupwise.core.row_weights import count_rows, weigh_rows
@@ -68,7 +62,7 @@ class LossMixin:
         totals = self.accelerator.reduce(torch.stack(local), "sum").tolist()
         sequences, tokens, bonus_tokens = max(totals[0], 1), totals[1], totals[2]  # of all ranks
         world_size = self.accelerator.num_processes
-        micro_batches = max(totals[3], 1) / world_size  # without those of dropped rows or padding alone
+        micro_batches = max(totals[3], 1) / world_size  # without those of dropped rows alone
         normalizer = NORMALIZERS[OBJECTIVES[self.args.loss_type].normalizer]
         needed = normalizer.needs_group_tokens
         group_tokens = self._count_group_tokens(window, counted_B) if needed else {}

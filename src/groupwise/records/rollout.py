@@ -42,8 +42,8 @@ class Completion:
     weight_digest: digest of all weights that sampled the tokens; those of several steps are joined by "+".
         None: they were not compared (``vllm_weight_check``), or the sampler is the policy itself.
     sampling_mask: tokens that truncated sampling kept, C positions; None: the whole vocabulary, or unknown.
-    dropped: the rollout failed (``rollout_on_error``): the completion has no reward and no loss, and its
-        group consists of the others.
+    dropped: the rollout failed (``rollout_on_error``), or the row pads the last evaluation batch: the
+        completion has no reward and no loss, and its group consists of the others.
     contexts: of a rollout that called the policy on several histories (``rollout_ids``): pairs of an index
         and token ids. The tokens from that index on, up to the next one, follow these ids and not the prompt.
     last_row: start and end in ``token_ids`` of what the last call sampled; None: all tokens.
@@ -210,6 +210,11 @@ class RolloutBatch:
         names = _COLUMNS if self.images is None else (*_COLUMNS, "images")
         lists = _select({name: getattr(self, name) for name in names}, rows)
         return replace(self, **lists, extra=_select(self.extra, rows))
+
+    def drop_from(self, row: int) -> RolloutBatch:
+        """Drop the completions from ``row`` to the last one."""
+        dropped = [replace(completion, dropped=True) for completion in self.completions[row:]]
+        return replace(self, completions=[*self.completions[:row], *dropped])
 
     @classmethod
     def concatenate(cls, parts: Sequence[RolloutBatch]) -> RolloutBatch:

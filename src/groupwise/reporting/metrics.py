@@ -162,16 +162,16 @@ def taken_metric(name: str) -> str:
 checked_metrics = partial(checked_entries, objection=taken_metric, convert=as_number, allowed="one number")
 
 
-def rollout_metrics(rollouts: RolloutBatch, num_valid: int, step: int) -> Metrics:
-    """Token counts, completion lengths and staleness of the first ``num_valid`` rows of this rank.
+def rollout_metrics(rollouts: RolloutBatch, step: int) -> Metrics:
+    """Token counts, completion lengths and staleness of this rank's rows, without dropped ones.
 
-    Dropped completions are left out. Lengths count the tokens sampled by the policy, without those of tools
-    and environments; terminated lengths those of completions that were not truncated.
+    Lengths count the tokens sampled by the policy, without those of tools and environments; terminated
+    lengths those of completions that were not truncated.
 
     Args:
         step: optimizer steps completed; a token is as many steps stale as its weights are behind.
     """
-    kept = [row for row in range(num_valid) if not rollouts.completions[row].dropped]
+    kept = [row for row, completion in enumerate(rollouts.completions) if not completion.dropped]
     completions = [rollouts.completions[row] for row in kept]
     lengths = [len(c.token_ids) if c.loss_mask is None else sum(c.loss_mask) for c in completions]
     num_prompt_tokens = sum(len(rollouts.prompt_ids[row]) for row in kept)
