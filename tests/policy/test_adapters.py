@@ -8,15 +8,24 @@ from __future__ import annotations
 import copy
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.configs import config_of
 from support.runs import experience, policy, tokenizer, trainer
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from groupwise import ConfigError
 from groupwise.errors import BackendError
 from groupwise.generation import transformers_backend
+from groupwise.policy.introspection import context_length
 from groupwise.records import RolloutBatch, SamplingOptions
 
 peft = pytest.importorskip("peft")
@@ -32,6 +41,28 @@ def lora(**changes):
 
 def adapter_weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 40),
+        ({"rope_type": "linear", "factor": 4.0}, 160),
+        ({"rope_type": "dynamic", "factor": 4.0}, 160),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}, 160),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}, 40),  # is scaled
+    ],
+)
+def test_scaled_positions_are_the_context(rope, positions):
+    config = LlamaConfig(max_position_embeddings=40, rope_parameters={"rope_theta": 1e4, **rope})
+    assert context_length(SimpleNamespace(config=config), config_of()).tokens == positions
+
+
+def test_scaled_positions_of_one_kind_of_layers_are_the_context():
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}
+    of_text = SimpleNamespace(max_position_embeddings=40, rope_parameters=ropes)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda **_: of_text))
+    assert context_length(model, config_of()).tokens == 80
 
 
 def test_an_adapter_trains_saves_and_loads_while_the_base_stays(tmp_path):

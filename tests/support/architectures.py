@@ -55,6 +55,28 @@ RIGHT = {
         transformers.Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "qwen2_moe_sliding": (
+        transformers.Qwen2MoeConfig,
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"shared_expert_intermediate_size": 16, **WINDOW},
+            **{"use_sliding_window": True, "max_window_layers": 1},
+        },
+    ),
+    "phimoe_sliding": (
+        transformers.PhimoeConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+            **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+            # Multi-head latent attention: queries and keys of 16, values of 8.
+            **{"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+            **{"v_head_dim": 8, "num_key_value_heads": 4},
+        },
+    ),
 }
 
 LINEAR = {
@@ -184,7 +206,7 @@ def build(config_class, changes, seed=0):
     known = vars(config_class())
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or "head_dim" in known}
     extra = {} if attention is None else {"attn_implementation": attention}
-    return _build(transformers.AutoModelForCausalLM, config_class(**sizes, **changes), seed, **extra)
+    return _build(transformers.AutoModelForCausalLM, config_class(**{**sizes, **changes}), seed, **extra)
 
 
 def build_vision(name, seed=0):

@@ -11,6 +11,7 @@ Axes: B sequences, H query heads, J key-value heads, Q queries, K keys, D head s
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -90,7 +91,16 @@ def _attention(
         )
     if dropout or unknown:
         raise NotImplementedError(f"attention_function with {', '.join(unknown) or 'dropout'}")
-    return attention_function(query, key, value, scaling, kwargs.get("sliding_window")), None
+    return attention_function(query, key, value, scaling, _sliding_window(module, kwargs)), None
+
+
+def _sliding_window(module: nn.Module, kwargs: dict[str, object]) -> int | None:
+    """Return the number of visible keys of a layer; Qwen2-MoE and PhiMoE pass it in the mask alone."""
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None)  # None: all layers are alike
+    if "sliding_window" in kwargs or (kinds and kinds[cast(int, module.layer_idx)] != "sliding_attention"):
+        return cast("int | None", kwargs.get("sliding_window"))
+    return getattr(config, "sliding_window", None)
 
 
 def grouped_query_attention(
@@ -111,7 +121,7 @@ def grouped_query_attention(
         scale: factor of the scores; None: 1 / sqrt(D).
 
     Returns:
-        (B, H, Q, D), dtype of the query.
+        (B, H, Q, D of the values), dtype of the query.
     """
     batch, heads, length, size = query_BHQD.shape
     kv_heads = key_BJKD.shape[1]
@@ -127,7 +137,7 @@ def grouped_query_attention(
         )
     grouped = query_BHQD.reshape(batch, kv_heads, -1, size)  # (B, J, H / J · Q, D)
     out = scaled_dot_product_attention(grouped, key_BJKD, value_BJKD, attn_mask=mask_B1GK, scale=scale)
-    return out.view(batch, heads, length, size)
+    return out.view(batch, heads, length, -1)  # values may be narrower than keys: latent attention
 
 
 def attention_dtype(query_BHQD: torch.Tensor) -> torch.dtype:

@@ -122,11 +122,22 @@ class Context(NamedTuple):
 
 def context_length(model: str | PreTrainedModel, config: GRPOConfig) -> Context | None:
     """Return the limit of prompt and completion tokens; None if there is none."""
-    limits = {"max_position_embeddings": getattr(text_config(model, config), "max_position_embeddings", None)}
+    of_model = text_config(model, config)
+    limits = {"max_position_embeddings": _scaled_positions(of_model)}
     if chosen_backend(config) == "colocate":
         limits["vllm_max_model_length"] = config.vllm_max_model_length
     known = {name: tokens for name, tokens in limits.items() if tokens is not None}
     return min((Context(tokens, name) for name, tokens in known.items()), default=None)
+
+
+def _scaled_positions(config: PretrainedConfig) -> int | None:
+    """Return the positions that rotary embeddings reach with their scaling, as engines compute them."""
+    trained = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}  # or a dictionary per kind of layer
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    scaled = [each for each in kinds if each.get("rope_type") in ("linear", "dynamic", "yarn")]
+    lengths = [(each.get("original_max_position_embeddings") or trained) * each["factor"] for each in scaled]
+    return trained if trained is None else int(max([trained, *lengths]))
 
 
 def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:

@@ -57,7 +57,7 @@ def assert_packed_equals_padded(model, batch, tolerance):
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_architecture_gives_its_own_log_probs_and_gradients(name):
     model = build(*RIGHT[name])
-    if name == "mixtral" or name == "qwen3_moe":
+    if name in ("mixtral", "qwen3_moe", "phimoe_sliding"):
         model.eval()  # routers may add noise in training
     # float32 with sums of up to 67 terms: 100 roundings of 6e-8
     assert_packed_equals_padded(model, completions(), tolerance=1e-5)
