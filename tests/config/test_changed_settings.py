@@ -327,6 +327,18 @@ def test_a_fixed_setting_changed_through_the_configuration_is_reported_and_not_u
     assert run.args.num_generations == 4  # the configuration describes the run
 
 
+def test_trainers_of_one_configuration_see_each_change(tmp_path):
+    first = trainer(tmp_path)
+    args = first.args
+    args.num_generations = 2  # a script reuses the configuration
+    second = GRPOTrainer(policy(), count_reward, args, prompts(4), processing_class=tokenizer())
+    args.reward_weights, args.entropy_coef = [3.0], 0.5
+    for run, size in ((second, 2), (first, 4)):
+        run.refresh_settings()
+        assert run.reward_weights.tolist() == [3.0] and run.entropy_control.coef == 0.5
+        assert run.num_generations == size
+
+
 # A run that resumes with other settings.
 
 RUN = {"max_steps": 4, "save_steps": 2, "entropy_coef": 0.25, "learning_rate": 0.01}

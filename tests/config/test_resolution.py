@@ -17,12 +17,39 @@ from groupwise.compat.torch import has_native_bf16_cpu
 from groupwise.config import grpo_config
 from groupwise.config.grpo_config import GRPOConfig, computes_bf16_natively
 from groupwise.errors import ConfigError, warn_once
+from groupwise.hf.arguments import check_arguments
 
 
 def test_open_settings_are_filled_in(build):
     config = build(per_device_train_batch_size=4, gradient_accumulation_steps=6, epsilon=0.3)
     assert (config.steps_per_generation, config.generation_batch_size) == (6, 24)  # 4 x 1 process x 6
     assert (config.epsilon_high, config.num_generations_eval, config.top_k) == (0.3, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_generations", 3, "generation_batch_size=8 .* num_generations=3"),
+        ("rollout_on_error", "x", "rollout_on_error='x' is unknown"),
+        ("temperature", -1.0, r"temperature=-1.0 is out of range"),
+    ],
+)
+def test_a_field_that_is_assigned_before_the_trainer_is_built_is_checked(build, name, value, said):
+    config = build()
+    setattr(config, name, value)
+    with pytest.raises(ConfigError, match=said):
+        check_arguments("a/model that is never loaded", config)
+
+
+def test_open_settings_follow_fields_that_are_assigned_before_the_trainer_is_built(build):
+    config = build()  # 8 completions per micro-batch, groups of 8
+    before = dict(vars(config))
+    assert vars(check_arguments("a/model that is never loaded", config)) == before
+    config.epsilon, config.num_generations, config.gradient_accumulation_steps = 0.3, 4, 2
+    config.generation_kwargs = {"temperature": 0.5}  # the sampler's, which the log-probs have to use
+    check_arguments("a/model that is never loaded", config)
+    assert (config.epsilon_high, config.num_generations_eval, config.temperature) == (0.3, 4, 0.5)
+    assert (config.steps_per_generation, config.generation_batch_size) == (2, 16)
 
 
 def test_given_settings_stay(build):

@@ -6,13 +6,13 @@ Open are parsed text, old names, precision, derived batch sizes and the kernels 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.util
 import inspect
 import json
 import logging
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,7 +66,7 @@ class GRPOConfig(GRPOFields):
         return made
 
     def __post_init__(self) -> None:
-        reopen_derived(self)
+        reopen_derived(self, self.__dataclass_fields__)
         parse_strings(self)
         move_old_names(self)
         resolve_precision(self)
@@ -83,14 +83,7 @@ class GRPOConfig(GRPOFields):
             self.gradient_checkpointing = bool(self.gradient_checkpointing)
         # Trainer reads it at every save; rewards, tools and scripts may change the working directory.
         self.output_dir = os.path.abspath(str(self.output_dir))
-        resolve_sampling(self)
-        resolve_defaults(self)
-        resolve_batch_sizes(self)
-        check(self)
-        for name, setting in self.SETTINGS.items():
-            if setting.ignored:  # the check has logged a warning
-                setattr(self, name, default_of(self, name))
-        resolve_liger(self)
+        resolve(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict; ``TrainingArguments`` rewrites nested dicts, so this reads a copy."""
@@ -118,11 +111,28 @@ class DerivedFloat(float):
     """As :class:`DerivedInt`."""
 
 
-def reopen_derived(config: GRPOFields) -> None:
-    """Set values that another configuration derived, and the token placeholder of ``to_dict``, to None."""
-    for field in dataclasses.fields(config):
-        if isinstance(getattr(config, field.name), DerivedInt | DerivedFloat):
-            setattr(config, field.name, None)
+def resolve(config: GRPOFields) -> None:
+    """Derive settings that are open from the others, and check all; again when a trainer is built.
+
+    Raises:
+        ConfigError: one line per violated constraint.
+    """
+    reopen_derived(config, config.SETTINGS)
+    resolve_sampling(config)
+    resolve_defaults(config)
+    resolve_batch_sizes(config)
+    check(config)
+    for name, setting in config.SETTINGS.items():
+        if setting.ignored:  # the check has logged a warning
+            setattr(config, name, default_of(config, name))
+    resolve_liger(config)
+
+
+def reopen_derived(config: GRPOFields, names: Iterable[str]) -> None:
+    """Set derived values, and the token placeholder of ``to_dict``, to None."""
+    for name in names:
+        if isinstance(getattr(config, name), DerivedInt | DerivedFloat):
+            setattr(config, name, None)
     if config.hub_token == "<HUB_TOKEN>":
         config.hub_token = None
 

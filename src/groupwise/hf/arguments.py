@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from groupwise.compat.transformers import name_or_path
 from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
 from groupwise.compat.versions import check_version
-from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.grpo_config import GRPOConfig, resolve
 from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import unsupported_parallelism
 from groupwise.errors import ConfigError, warn_once
@@ -150,7 +150,7 @@ def check_arguments(
 
     Raises:
         ConfigError: ``args`` or the model has another type or a wrapper, its directory does not exist, or
-            the output directory is not writable; or an old DeepSpeed is installed.
+            the output directory is not writable; a setting is invalid; or an old DeepSpeed is installed.
     """
     if not isinstance(model, str):
         check_model(model, "model")
@@ -161,6 +161,7 @@ def check_arguments(
             f"args is a {type(args).__module__}.{type(args).__name__}; it must be a groupwise.GRPOConfig "
             "(order of the arguments: model, reward_funcs, args, train_dataset)"
         )
+    resolve(args)  # scripts assign fields after it was built
     if not _TRL.isdisjoint(sys.modules):  # else a script that was not written for TRL
         warn_of_defaults(args, args.given)
     if isinstance(model, str) and model.startswith(_LOCAL) and not Path(model).is_dir():
