@@ -8,10 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import resource
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +42,9 @@ def _write(directory: Path, **files: str) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    """Without logged metrics and settings, which every run writes."""
+    """Without logged metrics, settings and the files of the lock, which every run writes."""
     names = [path.name for path in directory.iterdir() if path.suffix != ".jsonl"]
-    return sorted(name for name in names if name != "settings.json")
+    return sorted(name for name in names if name not in ("settings.json", "_run.json", "_run.lock"))
 
 
 def _run(directory: Path) -> RunDirectory:
@@ -136,7 +134,7 @@ def test_json_of_another_shape_is_named_and_the_newest_sound_checkpoint_taken(
     with pytest.raises(ConfigError, match=rf"{name}.*newest sound checkpoint is '.*checkpoint-3'"):
         find_checkpoint(str(tmp_path / "checkpoint-4"), str(tmp_path))
     shutil.rmtree(tmp_path / "checkpoint-3")
-    with pytest.raises(ConfigError, match=rf"{name}.*no checkpoint beside it is sound"):
+    with pytest.raises(ConfigError, match=rf"{name}.*none beside it is sound"):
         find_checkpoint(True, str(tmp_path))
 
 
@@ -376,18 +374,18 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
 
 def test_files_left_by_a_crash_are_not_in_the_next_checkpoint(tmp_path: Path) -> None:
     """The file of the lock names the run that was killed; other directories are not its own."""
-    others = ("_run_incomplete_aaaaaaaaaaaa", "_run_incomplete", "notes")
-    for name in ("_run_incomplete_0123456789ab", *others):
+    others = ("run/_incomplete_aaaaaaaaaaaa", "run/_incomplete_", "notes")
+    for name in ("run/_incomplete_0123456789ab", *others):
         _write(tmp_path / name / "checkpoint-1", rng_state_5="of a larger run")
-    killed = {"host": socket.gethostname(), "process": 7}
-    (tmp_path / "run").mkdir()
+    killed = {"host": "here", "process": 7}
     for left in ("0123456789ab", "/../../notes", "", None, ["aaaaaaaaaaaa"]):
         (tmp_path / "run" / "_run.json").write_text(json.dumps({**killed, "id": left}))
         with _run(tmp_path / "run").claimed():
             pass
     make_trainer(tmp_path / "run", max_steps=1).train()
     assert "rng_state_5" not in _names(tmp_path / "run" / "checkpoint-1")
-    assert _names(tmp_path) == sorted([*others, "run"])
+    assert _names(tmp_path) == ["notes", "run"]
+    assert _names(tmp_path / "run") == ["_incomplete_", "_incomplete_aaaaaaaaaaaa", "checkpoint-1"]
     assert all("rng_state_5" in _names(tmp_path / name / "checkpoint-1") for name in others)
 
 
@@ -468,7 +466,6 @@ class FakeHub:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paths: list[str] = []
-        self.unfiltered: list[str] = []  # without the ignore patterns of the call
         self.waiting: list[Callable[[], None]] = []
         monkeypatch.setattr(
             HfApi, "create_repo", lambda hub, name, **_: SimpleNamespace(repo_id=f"me/{name}")
@@ -487,7 +484,6 @@ class FakeHub:
             files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
             names = [str(path.relative_to(folder_path)) for path in files]
             prefix = f"{given['path_in_repo']}/" if "path_in_repo" in given else ""
-            self.unfiltered += [str(path) for path in files]
             self.paths += [
                 prefix + name
                 for name in filter_repo_objects(names, ignore_patterns=given.get("ignore_patterns"))
@@ -545,11 +541,9 @@ def test_uploads_contain_whole_checkpoints_only(
     assert sorted(folders) == UPLOADED[strategy]
     for folder in folders:
         assert {f"{folder}/optimizer.pt", f"{folder}/groupwise_state_0.pt"} <= set(hub.paths)
-    (half,) = tmp_path.rglob("checkpoint-3")  # and without ignore patterns it would not be uploaded either
-    assert (half / "model.safetensors").is_file()
-    assert [path for path in hub.unfiltered if Path(path).is_relative_to(half)] == []
-    named = {Path(path).parent.name for path in hub.unfiltered}
-    assert named <= {"run", "checkpoint-1", "checkpoint-2"}
+    (half,) = tmp_path.rglob("checkpoint-3")
+    assert (half / "model.safetensors").is_file() and half.parent.name.startswith("_incomplete_")
+    assert [name for name in hub.paths if name.startswith("_")] == []
 
 
 @pytest.mark.parametrize("hub_include", [None, ["completions", "metrics"]])
@@ -594,21 +588,6 @@ def test_data_of_a_run_are_uploaded_on_request_only(
     assert (tmp_path / "run" / "settings.json").is_file() and (tmp_path / "run" / "rollouts").is_dir()
 
 
-def test_a_mount_point_is_staged_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, target: Path) -> Path:
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    seen: list[str] = []
-    run = make_trainer(tmp_path / "run", max_steps=1)
-    flush = run_directory.flush
-    monkeypatch.setattr(run_directory, "flush", lambda path: (seen.append(str(path)), flush(path)))
-    run.train()
-    assert all(re.match(rf"{tmp_path}/run/_incomplete_[0-9a-f]{{12}}/", path) for path in seen[:-1])
-    assert len(seen) > 5 and seen[-1] == str(tmp_path / "run")
-    assert _names(tmp_path) == ["run"] and _names(tmp_path / "run") == ["checkpoint-1"]
-
-
 def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -620,13 +599,11 @@ def test_checkpoints_load_with_transformers(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")("abc")["input_ids"] == [3, 4, 5]
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_kill_at_any_rename_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_kill_or_an_interrupt_at_any_rename_leaves_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
-    """The process ends at the n-th rename; before the next run, or at its begin, one of both is there."""
-    if not can_exchange:
-        monkeypatch.setattr(run_directory, "_exchange", lambda *_: False)
+    """At the n-th rename. A killed run leaves one of both to the next run, an interrupted run in place."""
     rename = os.replace
     for kill_at in range(3):
         output_dir, calls = tmp_path / str(kill_at) / "run", []
@@ -634,24 +611,35 @@ def test_a_kill_at_any_rename_leaves_a_complete_checkpoint(
 
         def counted(*paths: Any, calls: Any = calls, kill_at: int = kill_at) -> None:
             calls.append(paths)
-            if len(calls) > kill_at:
-                raise KeyboardInterrupt  # without any of the cleaning below
+            if len(calls) == kill_at + 1:
+                raise KeyboardInterrupt
             rename(*paths)
 
         run = _run(output_dir)
-        with run.claimed():
+        with run.claimed(), monkeypatch.context() as patched:
             staged = _write(run.staging / "checkpoint-3", weights="new")
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "replace", counted)
-                try:
-                    run.publish(staged, output_dir / "checkpoint-3")
-                except KeyboardInterrupt:
-                    assert not can_exchange
-        if can_exchange:
-            assert not calls and (output_dir / "checkpoint-3" / "weights").read_text() == "new"
-        with _run(output_dir).claimed():
-            found = (output_dir / "checkpoint-3" / "weights").read_text()
-        assert found == ("old" if kill_at == 0 and not can_exchange else "new")
+            patched.setattr(os, "replace", counted)
+            try:
+                run.publish(staged, output_dir / "checkpoint-3")
+            except KeyboardInterrupt:
+                if not is_killed:
+                    run.clear_staging()
+        assert len(calls) == (2 if is_killed or kill_at != 1 else 3) - (kill_at == 0)
+        if is_killed:
+            assert (output_dir / "checkpoint-3").exists() == (kill_at != 1)
+            with _run(output_dir).claimed():
+                pass
+        assert (output_dir / "checkpoint-3" / "weights").read_text() == ("old" if kill_at == 0 else "new")
+        assert _names(output_dir) == ["checkpoint-3"]
+
+
+def test_rotation_keeps_checkpoints_of_other_runs(tmp_path: Path) -> None:
+    """As of one that was copied there while this run trained."""
+    for step in (1, 2, 3):
+        _write(tmp_path / f"checkpoint-{step}", **_COMPLETE)
+    (tmp_path / "checkpoint-1" / "groupwise_manifest.json").write_text('{"run": "another", "files": {}}')
+    _rotate(tmp_path / "checkpoint-3", 1, None)
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
 
 
 def test_rotation_does_not_look_at_the_clock(tmp_path: Path) -> None:

@@ -532,9 +532,9 @@ def _run_to_the_end(output_dir: Path, weights: Path, *, resume: bool) -> dict[st
 
 
 def _names(directory: Path) -> list[str]:
-    """Without logged metrics and settings, which every run writes."""
+    """Without logged metrics, settings and the files of the lock, which every run writes."""
     names = [path.name for path in directory.iterdir() if path.suffix != ".jsonl"]
-    return sorted(name for name in names if name != "settings.json")
+    return sorted(name for name in names if name not in ("settings.json", "_run.json", "_run.lock"))
 
 
 def _contents(output_dir: Path) -> dict[str, set[str]]:
@@ -581,7 +581,7 @@ def test_a_killed_run_is_resumed_from_its_last_whole_checkpoint(
     moments = ["after rename to checkpoint-2", "half of groupwise_state_0.pt"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-1", "checkpoint-2"}
     # Two are kept: while the first one is being removed, then just before the fourth gets its name.
-    moments = ["after rename to checkpoint-3", "half of _killed_incomplete_ID removed"]
+    moments = ["after rename to checkpoint-3", "half of _incomplete_ID removed"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
     moments = ["before rename to checkpoint-4"]
     assert _run_until(moments, whole, output_dir, resume=True) == {"checkpoint-2", "checkpoint-3"}
@@ -594,8 +594,8 @@ def test_a_second_run_in_the_directory_is_refused_until_the_first_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    output_dir, other = tmp_path / "run", tmp_path / "_run_incomplete"
-    other.mkdir()
+    output_dir, other = tmp_path / "run", tmp_path / "run" / "_incomplete_"
+    other.mkdir(parents=True)
     (other / "notes.txt").write_text("of the user")
     child, talk = _start(output_dir, tmp_path / "never", resume=False, stop=True)
     try:
@@ -613,33 +613,42 @@ def test_a_second_run_in_the_directory_is_refused_until_the_first_one_ends(
     make_trainer(
         output_dir, max_steps=1
     ).train()  # a killed run has no lock, and its staged files are deleted
-    assert _names(output_dir) == ["checkpoint-1"]
-    assert _names(tmp_path) == ["_run_incomplete", "run"]
+    assert _names(output_dir) == ["_incomplete_", "checkpoint-1"]
+    assert _names(tmp_path) == ["run"]
     assert (other / "notes.txt").read_text() == "of the user"
 
 
-def test_a_run_whose_directory_another_one_took_ends_at_its_next_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writes", [False, True], ids=["in a step", "during a write"])
+def test_a_run_whose_directory_another_one_took_ends_at_its_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
     """As on a file system without locks between hosts, where both get the lock."""
     holder = {"host": "elsewhere", "process": 7, "since": "2026-02-03 10:00:00+00:00", "id": "0" * 12}
+    first = make_trainer(tmp_path, max_steps=3)
+    save_policy = checkpointing.save_policy
+
+    def take_over() -> None:
+        if first.state.global_step == 2:
+            (tmp_path / "_run.json").write_text(json.dumps(holder))
+            shutil.rmtree(first.run_directory.staging, ignore_errors=True)
+
+    def save(directory: str, *given: Any) -> None:
+        take_over()
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        save_policy(directory, *given)
 
     class TakeOver(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                (tmp_path / "_run.json").write_text(json.dumps(holder))
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            take_over()
 
-    first = make_trainer(tmp_path, max_steps=3)
-    first.add_callback(TakeOver())
+    if writes:
+        monkeypatch.setattr(checkpointing, "save_policy", save)
+    else:
+        first.add_callback(TakeOver())
     with pytest.raises(TrainingError, match=r"process 7 on host elsewhere, since 2026.*took output_dir"):
         first.train()
-    assert _names(tmp_path) == ["_run.json", "_run.lock", "checkpoint-1"]  # those of the other run
-
-
-def test_a_run_of_another_host_that_was_killed_is_reported(tmp_path: Path, caplog: Any) -> None:
-    holder = {"host": "elsewhere", "process": 7, "since": "2026-02-03 10:00:00+00:00", "id": "0" * 12}
-    (tmp_path / "_run.json").write_text(json.dumps(holder))
-    make_trainer(tmp_path, max_steps=1).train()
-    assert "a run was killed (process 7 on host elsewhere, since 2026" in caplog.text
     assert _names(tmp_path) == ["checkpoint-1"]
+    assert json.loads((tmp_path / "_run.json").read_text()) == holder
 
 
 def test_runs_that_save_nothing_do_not_share_a_directory_either(tmp_path: Path) -> None:
@@ -846,13 +855,18 @@ def test_a_file_system_without_locks_is_reported(
 
 def test_a_forked_process_releases_no_lock_of_its_parent(tmp_path: Path) -> None:
     run = RunDirectory(GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"))
-    with run.open(None):
-        if (child := os.fork()) == 0:
-            run._release()  # as where a reward forks, and its process unwinds the stack
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert _names(tmp_path) == ["_run.json", "_run.lock"]
-        other = RunDirectory(run.args)
-        with pytest.raises(ConfigError, match="is used by another run"), other.open(None):
-            pass
-    assert _names(tmp_path) == []
+    block = run.open(None)
+    block.__enter__()
+    if (child := os.fork()) == 0:
+        block.__exit__(None, None, None)  # as where a reward forks, and its process unwinds the stack
+        os._exit(0)
+    os.waitpid(child, 0)
+    other = RunDirectory(run.args)
+    with (
+        pytest.raises(ConfigError, match=f"is used by another run .process {os.getpid()} "),
+        other.open(None),
+    ):
+        pass
+    block.__exit__(None, None, None)
+    with other.open(None):
+        pass
