@@ -63,7 +63,7 @@ from groupwise.mixins.loss import check_loss_override, objective_settings
 from groupwise.mixins.rollout import check_counts
 from groupwise.policy.introspection import check_adapter, check_model, has_adapter, router_aux_loss_coef
 from groupwise.policy.layout_choice import make_logprob_computer
-from groupwise.policy.loading import check_image_model, load_processing_class, prepare_policy
+from groupwise.policy.loading import check_image_model, check_loading, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.recomputation import recomputation_path
 from groupwise.policy.reference import SeparateReference, make_reference
@@ -188,9 +188,11 @@ class GRPOTrainer(
         if rollout_func is None and not agents.is_multi_turn and rewards_read_rows(self):
             check_columns(reward_funcs, named_columns(train_dataset, eval_dataset))
         processing_class = load_processing_class(processing_class, model, args)
-        check_template(agents, processing_class, args)  # before the model is loaded
-        renders = rollout_func is None and agents.renders_prompts
-        data = prepare_data(train_dataset, eval_dataset, args, model, processing_class, renders)
+        check_template(agents, processing_class, args)
+        check_loading(model, args, quantization_config, peft_config)
+        data = prepare_data(
+            train_dataset, eval_dataset, args, model, processing_class, agents.renders_prompts
+        )
         set_seed(args.seed)  # all ranks initialise the same adapters
         policy = prepare_policy(model, args, quantization_config, peft_config)
         check_image_model(policy, processing_class)

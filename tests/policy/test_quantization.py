@@ -18,7 +18,7 @@ from groupwise import ConfigError, GRPOConfig
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.colocate import adapter_arguments
 from groupwise.policy import loading
-from groupwise.policy.quantization import check_quantization, quantization_of
+from groupwise.policy.quantization import check_quantized, quantization_of
 
 peft = pytest.importorskip("peft")
 
@@ -33,7 +33,8 @@ def config(**given: Any) -> GRPOConfig:
 
 def check(quantization: Any, adapter: Any, **given: Any) -> None:
     settings = config(model_init_kwargs={"quantization_config": quantization}, **given)
-    check_quantization("no/such/model", settings, None, adapter)
+    adapters = [] if adapter is None else [adapter]
+    check_quantized(quantization_of("no/such/model", settings), adapters, use_vllm=settings.use_vllm)
 
 
 def refused(*arguments: Any, **given: Any) -> str:

@@ -30,10 +30,9 @@ class SingleTurn(AgentLoop):
     """Rollouts without tools and environments: one turn of the policy, which the trainer samples itself."""
 
     is_multi_turn = has_later_turns = provides_tasks = False
-    renders_prompts = True
 
-    def __init__(self) -> None:
-        self.executor = CallExecutor()
+    def __init__(self, renders_prompts: bool) -> None:
+        self.executor, self.renders_prompts = CallExecutor(), renders_prompts
 
     def run_rollout(self, rollout: Rollout) -> Steps:
         yield TurnRequest(rollout.row["prompt"])
@@ -52,7 +51,7 @@ def make_agent_loop(
         AgentError: an environment factory raised.
     """
     if not tools and environment_factory is None:
-        return SingleTurn()
+        return SingleTurn(renders_prompts=rollout_func is None)
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func replaces the loop that calls tools and environments; drop it, or drop tools and "

@@ -27,7 +27,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.heads.weights import check_head, output_head
 from groupwise.policy.introspection import adapter_type, adapters_of, changes_base, has_adapter, load_config
-from groupwise.policy.quantization import check_quantization, keep_4bit_weights_unpacked
+from groupwise.policy.quantization import check_quantized, keep_4bit_weights_unpacked, quantization_of
 from groupwise.tokenization.images import image_token_id, is_processor
 from groupwise.tokenization.text import ProcessingClass, set_pad_token, text_tokenizer
 
@@ -47,6 +47,27 @@ _IMAGES_OUTSIDE_THE_PROMPT = {
 }
 
 
+def check_loading(
+    model: str | PreTrainedModel,
+    config: GRPOConfig,
+    quantization_config: QuantizationConfigMixin | None,
+    peft_config: PeftConfig | None,
+) -> None:
+    """Check the trainer's arguments against the configuration of the policy, before its weights are loaded.
+
+    Raises:
+        ConfigError: the settings, the model, its quantization and the adapter do not fit together.
+    """
+    if config.use_liger_kernel:
+        from groupwise.policy.liger import check_liger
+
+        check_liger(model, config, peft_config)
+    if quantization := quantization_of(model, config, quantization_config):
+        check_quantized(quantization, adapters_of(model, peft_config), use_vllm=config.use_vllm)
+    if peft_config is not None:
+        _check_targets(model, config, peft_config)
+
+
 def prepare_policy(
     model: str | PreTrainedModel,
     config: GRPOConfig,
@@ -61,13 +82,6 @@ def prepare_policy(
     Raises:
         ConfigError: the settings, the model and the adapter do not fit together.
     """
-    if config.use_liger_kernel:
-        from groupwise.policy.liger import check_liger
-
-        check_liger(model, config, peft_config)
-    check_quantization(model, config, quantization_config, peft_config)
-    if peft_config is not None:
-        check_targets(model, config, peft_config)
     policy = load_policy(model, config, quantization_config)
     if "groupwise.policy.frozen_weights" in sys.modules:  # of an earlier run
         sys.modules["groupwise.policy.frozen_weights"].restore_float32(policy)
@@ -283,7 +297,7 @@ def cast_head_to_fp32(model: PreTrainedModel) -> None:
         embedding.register_forward_hook(lambda _, __, output: output.to(activation_dtype))
 
 
-def check_targets(model: str | PreTrainedModel, config: GRPOConfig, adapter: PeftConfig) -> None:
+def _check_targets(model: str | PreTrainedModel, config: GRPOConfig, adapter: PeftConfig) -> None:
     """Compare an adapter's ``target_modules`` with the names of the model's modules, before it is loaded.
 
     Raises:

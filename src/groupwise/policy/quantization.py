@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from groupwise.compat.bitsandbytes import disable_cpu_packing
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.policy.introspection import adapter_type, adapters_of, is_quantized, load_config
+from groupwise.policy.introspection import adapter_type, is_quantized, load_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -39,18 +39,6 @@ def quantization_of(
     else:
         found = getattr(model.config, "quantization_config", None) if is_quantized(model) else None
     return AutoQuantizationConfig.from_dict(dict(found)) if isinstance(found, dict) else found
-
-
-def check_quantization(
-    model: str | PreTrainedModel,
-    config: GRPOConfig,
-    quantization_config: QuantizationConfigMixin | None,
-    peft_config: PeftConfig | None,
-) -> None:
-    """Apply :func:`check_quantized` to the trainer's arguments, before weights are loaded."""
-    quantization = quantization_of(model, config, quantization_config)
-    if quantization is not None:
-        check_quantized(quantization, adapters_of(model, peft_config), use_vllm=config.use_vllm)
 
 
 def check_quantized(

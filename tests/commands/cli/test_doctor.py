@@ -86,6 +86,8 @@ def test_a_valid_run_trains_its_longest_prompts_for_one_step(run_file, capfd, mo
             ["--no_model"],
             "quantized by bitsandbytes to 4 bits and has no adapter",
         ),
+        ({"lora": {"target_modules": ["c_attn"]}}, ["--no_model"], "match nothing in LlamaForCausalLM"),
+        ({"lora": {"task_type": "SEQ_CLS"}}, ["--no_model"], "a policy is a causal language model"),
     ],
 )
 def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, message):
@@ -142,6 +144,14 @@ def test_a_check_that_was_skipped_is_nothing_to_change(run_file, capsys):
         "lora has the unknown key 'use_dorra'; nearest: 'use_dora'"
     ]
     assert "skipped" in found["findings"][-1]["text"]
+
+
+def test_a_refused_sampler_is_one_finding_and_hides_none_of_the_data(run_file, capsys):
+    refused = {"generation_kwargs": {"stop_strings": ["w1"]}, "dataset": "empty.jsonl"}
+    assert main(["doctor", "--no_model", "--config", run_file(**refused), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [one["subject"] for one in found if one["status"] == "fail"] == ["sampler", "prompts"]
+    assert "batches" in {one["subject"] for one in found}
 
 
 def test_the_number_of_processes_is_positive(run_file, capsys):
@@ -222,6 +232,11 @@ def test_the_trial_of_any_run_is_one_step_without_side_effects(tmp_path):
     assert (step.save_strategy, step.eval_strategy, step.max_steps) == ("no", "no", 1)
     assert (step.generation_batch_size, step.gradient_accumulation_steps) == (16, 2)
     assert (step.loss_type, step.world_size, step.max_completion_length) == (run.loss_type, 1, 512)
+
+
+def test_the_trial_uses_one_of_several_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "n_gpu", 8)
+    assert trial_config(config(), str(tmp_path)).n_gpu == 1
 
 
 def test_the_trial_has_whole_groups_of_a_run_that_splits_them(tmp_path):

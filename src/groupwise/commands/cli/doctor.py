@@ -33,9 +33,8 @@ from groupwise.data.dataset_checks import check_data, has_image_columns, named_c
 from groupwise.data.loaders import prepare_data
 from groupwise.errors import ConfigError
 from groupwise.generation.base import check_backend
-from groupwise.policy.introspection import context_length, load_config, text_config
-from groupwise.policy.loading import load_processing_class
-from groupwise.policy.quantization import check_quantization
+from groupwise.policy.introspection import check_adapter, context_length, load_config, text_config
+from groupwise.policy.loading import check_loading, load_processing_class
 from groupwise.rewards.runtime.loading import check_columns, check_rewards
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
@@ -94,22 +93,26 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         report.attempt(
             "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
         )
+    report.attempt("model", check_adapter, settings.model, given["peft_config"])
     model_config = report.attempt("model", load_config, settings.model, config)
     if model_config is not None:
-        report.attempt("model", check_quantization, settings.model, config, None, given["peft_config"])
-        report.attempt("sampler", lambda: report.add(_sampler(config, model_config)))
+        report.attempt("model", check_loading, settings.model, config, None, given["peft_config"])
     # What the constructor of the trainer checks before it loads the model, by its functions.
     longest: list[int] = []
+    datasets: tuple[Any, Any] = None, None
     loop_arguments = given["tools"], given["environment_factory"], given["rollout_func"], config
     agents = report.attempt("tools", make_agent_loop, *loop_arguments)
     if agents is not None:
         if settings.rewards is None or given["reward_funcs"] is not None:  # else reported above
             rewards = given["reward_funcs"], None, config, agents.reward_funcs
             report.attempt("reward", check_rewards, *rewards, multi_turn=agents.is_multi_turn)
-        datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report)
-        if datasets is not None and given["rollout_func"] is None and not agents.is_multi_turn:
+        datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report) or datasets
+        if given["rollout_func"] is None and not agents.is_multi_turn:
             report.attempt("reward", check_columns, given["reward_funcs"] or (), named_columns(*datasets))
-        if datasets is not None and model_config is not None:
+    if model_config is not None:
+        sampler = _sampler(config, model_config, with_images=has_image_columns(*datasets))
+        report.attempt("sampler", report.add, sampler)
+        if agents is not None and datasets[0] is not None:
             prompts = settings, config, agents, datasets, report
             longest = report.attempt("prompts", _check_prompts, *prompts) or []
     if not options.no_model and report.failed:
@@ -144,7 +147,6 @@ def _check_datasets(
     """
     datasets = add_environment_rows(*load_datasets(settings), agents, config)
     check_data(*datasets, config)
-    check_backend(config, with_images=has_image_columns(*datasets))
     report.add(batch_findings(config, len(datasets[0])))
     return datasets
 
@@ -167,8 +169,7 @@ def _check_prompts(
     """
     processor = load_processing_class(None, settings.model, config)
     check_template(agents, processor, config)
-    renders = not settings.rollout_func and agents.renders_prompts
-    prepare_data(*datasets, config, settings.model, processor, renders)
+    prepare_data(*datasets, config, settings.model, processor, agents.renders_prompts)
     if settings.dataset is None:
         return []
     train_dataset = datasets[0]
@@ -227,9 +228,9 @@ def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Findi
         yield (warn if path.warns else ok)("fast path", str(path))
 
 
-def _sampler(config: GRPOConfig, model_config: PreTrainedConfig) -> Iterable[Finding]:
+def _sampler(config: GRPOConfig, model_config: PreTrainedConfig, *, with_images: bool) -> Iterable[Finding]:
     """Report the generation backend; a server must be running and fit the run."""
-    check_backend(config)
+    check_backend(config, with_images=with_images)
     if (chosen := chosen_backend(config)) != "server":
         yield ok("sampler", _BACKENDS[chosen])
         return

@@ -45,7 +45,9 @@ def trial_config(config: GRPOConfig, directory: str) -> GRPOConfig:
         "deepspeed": None,
         "fsdp": None,
     }
-    return GRPOConfig(**{**given, **changes})
+    one_gpu = type("GRPOConfig", (GRPOConfig,), {"n_gpu": 1})  # the process of the step may see several
+    step: GRPOConfig = one_gpu(**{**given, **changes})
+    return step
 
 
 def step_findings(trainer: GRPOTrainer) -> Iterator[Finding]:
