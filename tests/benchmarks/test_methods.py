@@ -52,7 +52,7 @@ def coefficients(
         token_weights_BT=cases.weights(normalizer, mask, counts),
         ref_logps_BT=tensor(REF) if beta else None,
     )
-    chosen = ObjectiveSettings(objective="grpo", beta=beta, surrogate=SurrogateSettings())
+    chosen = ObjectiveSettings(loss_type="grpo", beta=beta, surrogate=SurrogateSettings())
     loss, _ = cases.evaluate(terms, chosen)
     (gradient,) = torch.autograd.grad(loss, terms.logps_BT)
     scale = tensor([[ROWS * (length if normalizer == "sequence_mean" else 1)] for length in LENGTHS])

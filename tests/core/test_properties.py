@@ -26,13 +26,13 @@ GLOBAL = [name for name, objective in OBJECTIVES.items() if objective.normalizer
 THETA = torch.tensor([0.3, -0.5, 0.2], dtype=torch.float64)
 CHOICES = {
     "plain": {},
-    "sequence": {"ratio_level": "sequence", "off_policy_threshold": 0.1},
+    "sequence": {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.1},
     "everything": {
         "beta": 0.04,
-        "bias_correction_kl": True,
-        "off_policy_threshold": 0.1,
-        "correction_mode": "token_truncate",
-        "correction_clip_max": 1.2,
+        "use_bias_correction_kl": True,
+        "off_policy_mask_threshold": 0.1,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": 1.2,
     },
 }
 names = st.sampled_from(sorted(GLOBAL))
@@ -92,7 +92,7 @@ def surrogate_settings(name: str) -> object:
 def gradient(name: str, option: str, w: Window, counts: WindowCounts) -> torch.Tensor:
     """d loss / dθ of one micro-batch."""
     theta = THETA.clone().requires_grad_()
-    chosen = ObjectiveSettings(objective=name, surrogate=surrogate_settings(name), **CHOICES[option])
+    chosen = ObjectiveSettings(loss_type=name, surrogate=surrogate_settings(name), **CHOICES[option])
     full = option == "everything"
     terms = Terms(
         logps_BT=w.features_NTD @ theta,
@@ -230,7 +230,7 @@ def test_on_policy_gradient_of_the_first_update_is_that_of_its_own_log_probs(see
             loss_mask_BT=w.mask_NT,
             token_weights_BT=weights(OBJECTIVES[name].normalizer, w.mask_NT, counts_of(w), w.group_ids_N),
         )
-        chosen = ObjectiveSettings(objective=name, surrogate=surrogate_settings(name))
+        chosen = ObjectiveSettings(loss_type=name, surrogate=surrogate_settings(name))
         loss, _ = evaluate(terms, chosen)
         same(torch.autograd.grad(loss, theta)[0], gradient(name, "plain", w, counts_of(w)))
 

@@ -46,7 +46,7 @@ def test_a_registered_objective_is_used():
         "mine", reinforce, "token_mean", diagnostics=lambda t, s: {"seen": Sum(t.loss_mask_BT.sum())}
     )
     t = terms()
-    loss, metrics = evaluate(t, ObjectiveSettings(objective="mine"))
+    loss, metrics = evaluate(t, ObjectiveSettings(loss_type="mine"))
     # −3 · (−1 − 2) · 0.5 = 4.5
     assert loss.item() == 4.5
     assert metrics["seen"].value() == 2.0
@@ -64,7 +64,8 @@ def test_a_registered_objective_may_apply_the_sampler_correction(applies):
     register_objective("mine", surrogate, "token_mean", applies_sampler_correction=applies)
     sampler = torch.tensor([[-1.0 - math.log(2.0), -2.0]])
     loss, _ = evaluate(
-        terms(sampler_logps_BT=sampler), ObjectiveSettings(objective="mine", correction_mode="token_truncate")
+        terms(sampler_logps_BT=sampler),
+        ObjectiveSettings(loss_type="mine", vllm_importance_sampling_mode="token_truncate"),
     )
     if applies:
         assert seen[0].tolist() == [pytest.approx([math.log(2.0), 0.0])]
@@ -90,7 +91,12 @@ def test_a_surrogate_gets_every_log_prob_with_zeros_off_the_mask():
         sampler_logps_BT=torch.tensor([[-1.5, nan], [nan, -4.5]]),
         group_ids_B=torch.tensor([4, 5]),
     )
-    evaluate(given, ObjectiveSettings(objective="mine", correction_mode=None, ratio_level="sequence"))
+    evaluate(
+        given,
+        ObjectiveSettings(
+            loss_type="mine", vllm_importance_sampling_mode=None, importance_sampling_level="sequence"
+        ),
+    )
     (inputs,) = seen
     assert inputs.logps_BT.tolist() == [[-1.0, 0.0], [-3.0, -4.0]]
     assert inputs.old_logps_BT.tolist() == [[-1.0, 0.0], [-2.5, -4.0]]
@@ -115,7 +121,7 @@ def test_an_objective_with_settings_of_its_own_gets_an_instance():
     own = OBJECTIVES["mine"].surrogate_settings(SurrogateSettings(), {"exponent": 2.0})
     assert own == Power(2.0)
     # −3² · (−1 − 2) · 0.5 = 13.5
-    assert evaluate(terms(), ObjectiveSettings(objective="mine", surrogate=own))[0].item() == 13.5
+    assert evaluate(terms(), ObjectiveSettings(loss_type="mine", surrogate=own))[0].item() == 13.5
     with pytest.raises(TypeError, match="exponential"):
         OBJECTIVES["mine"].surrogate_settings(SurrogateSettings(), {"exponential": 2.0})
 

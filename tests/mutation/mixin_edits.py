@@ -56,7 +56,9 @@ MIXINS = [
         ("            if group >= 0:\n", "            if True:\n"),
         ("counts.get(group, 0) + tokens", "tokens"),
         ("dim=1)[counted_B]", "dim=1)"),
-        ("kl_in_loss=not args.kl_in_reward", "kl_in_loss=True"),
+        ('given["vllm_importance_sampling_mode"] = None', "pass"),
+        ('"truncation_unknown": truncation_unknown, ', ""),
+        ("named(SurrogateSettings) | clip", "clip"),
         ('"epsilon_high": high', '"epsilon_high": args.epsilon'),
     ),
     *_of(

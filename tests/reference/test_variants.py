@@ -24,7 +24,7 @@ GROUPS = [[[4] * 4 + [5] * 4, cases.GROUPS], [[4] * 4 + [5] * 4, [4] * 4 + [5] *
 
 def check(name: str, b, settings: object, expected: tuple[float, list], **options) -> None:
     terms = cases.core_terms(name, b)
-    chosen = ObjectiveSettings(objective=name, surrogate=settings, **options)
+    chosen = ObjectiveSettings(loss_type=name, surrogate=settings, **options)
     loss, _ = cases.evaluate(terms, chosen)
     (gradient,) = torch.autograd.grad(loss, terms.logps_BT)
     assert loss.item() == pytest.approx(expected[0], rel=1e-11)
@@ -67,7 +67,7 @@ def test_dppo(sampler, bounds, mode):
     expected = oracle_variants.dppo(b, weights("token_mean"), *bounds)
     unmasked = oracle_variants.dppo(b, weights("token_mean"), 1.0, 1.0)
     assert expected[1] != unmasked[1]
-    check("dppo", b, DPPOSettings(*bounds), expected, correction_mode=mode)
+    check("dppo", b, DPPOSettings(*bounds), expected, vllm_importance_sampling_mode=mode)
 
 
 def test_prompt_mean_over_micro_batches_and_ranks():

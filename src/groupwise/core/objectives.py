@@ -55,32 +55,23 @@ class Objective:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """Settings of the loss.
+    """Settings of the loss in one optimizer step, named as their ``GRPOConfig`` fields.
 
-    objective: name in ``OBJECTIVES``.
-    ratio_level: "token" or "sequence" (GSPO).
-    beta: weight of the KL to the reference.
-    kl_estimator: its estimator.
-    kl_in_loss: False: the KL is measured, and charged to the reward instead.
-    bias_correction_kl: multiply the KL by ρ (DeepSeek-V3.2).
-    off_policy_threshold: bound of the off-policy mask; None: no mask.
-    correction_mode: sampler correction; None: none.
-    correction_clip_min: its lower bound.
-    correction_clip_max: its upper bound.
+    vllm_importance_sampling_mode: None: the loss has no sampler correction.
     truncation_unknown: sampler log-probs are of a truncated distribution, all others of the full one.
     surrogate: second argument of the surrogate, from :meth:`Objective.surrogate_settings`.
     """
 
-    objective: str = "dapo"
-    ratio_level: str = "token"
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
     beta: float = 0.0
     kl_estimator: str = "k3"
-    kl_in_loss: bool = True
-    bias_correction_kl: bool = False
-    off_policy_threshold: float | None = None
-    correction_mode: str | None = "sequence_mask"
-    correction_clip_min: float | None = None
-    correction_clip_max: float | None = 3.0
+    kl_in_reward: bool = False
+    use_bias_correction_kl: bool = False
+    off_policy_mask_threshold: float | None = None
+    vllm_importance_sampling_mode: str | None = "sequence_mask"
+    vllm_importance_sampling_clip_min: float | None = None
+    vllm_importance_sampling_clip_max: float | None = 3.0
     truncation_unknown: bool = False
     surrogate: Any = field(default_factory=SurrogateSettings)
 
@@ -102,7 +93,7 @@ def policy_loss(
         loss: scalar, differentiable.
         metrics: typed reductions.
     """
-    objective = OBJECTIVES[settings.objective]
+    objective = OBJECTIVES[settings.loss_type]
     mask_BT = batch.loss_mask_BT.to(logps_BT.dtype)  # (B, T) of ones and zeros
     # NaN: the behaviour policy is the current one, ℓ_old = sg(ℓ), and the ratio is exactly 1.
     old_logps_BT = torch.where(batch.old_logps_BT.isnan(), logps_BT.detach(), batch.old_logps_BT)
@@ -112,11 +103,11 @@ def policy_loss(
         correction_BX = batch.correction_BX
     inputs = _surrogate_inputs(batch, logps_BT, old_logps_BT, mask_BT, correction_BX, settings)
     per_token_BX = objective.surrogate(inputs, settings.surrogate)  # (B, T) or (B, 1)
-    if settings.off_policy_threshold is not None:
+    if settings.off_policy_mask_threshold is not None:
         # The policy that sampled.
         behaviour_BT = old_logps_BT if batch.sampler_logps_BT is None else batch.sampler_logps_BT
         per_token_BX = per_token_BX * off_policy_keep(  # (B, X), 0 on drifted rows with A < 0
-            batch.advantages_BX, logps_BT, behaviour_BT, mask_BT, settings.off_policy_threshold
+            batch.advantages_BX, logps_BT, behaviour_BT, mask_BT, settings.off_policy_mask_threshold
         )
     per_token_BX = per_token_BX * batch.entropy_mask_BT  # (B, T), 1 on tokens of high entropy, all by default
     if correction_BX is not None and not objective.applies_sampler_correction:
@@ -125,9 +116,9 @@ def policy_loss(
     if inputs.ref_logps_BT is not None:
         # (B, T), 0 while the policy is the reference.
         kl_BT = KL_ESTIMATORS[settings.kl_estimator](inputs.logps_BT, inputs.ref_logps_BT)
-        if settings.bias_correction_kl:
+        if settings.use_bias_correction_kl:
             kl_BT = kl_BT * inputs.ratio_BX  # samples are of π_old, the KL is under π_θ
-        if settings.kl_in_loss:
+        if not settings.kl_in_reward:
             # The same weights: β is per token of the objective.
             loss = loss + settings.beta * (kl_BT * batch.token_weights_BT).sum()
         metrics["kl"] = masked_mean(kl_BT, mask_BT)
@@ -157,7 +148,7 @@ def _surrogate_inputs(
     if sampler_BT is not None:
         sampler_BT = torch.where(sampler_BT.isfinite(), sampler_BT, old_logps_BT).masked_fill(off_BT, 0.0)
     log_correction_BX = None
-    if correction_BX is not None and OBJECTIVES[settings.objective].applies_sampler_correction:
+    if correction_BX is not None and OBJECTIVES[settings.loss_type].applies_sampler_correction:
         log_correction_BX = _log_correction(correction_BX, off_BT)
     return SurrogateInputs(
         logps_BT=logps_BT.masked_fill(off_BT, 0.0),
@@ -166,7 +157,7 @@ def _surrogate_inputs(
         sampler_logps_BT=sampler_BT,
         log_ratio_BT=log_ratio_BT,
         # (B, T), or (B, 1) for GSPO.
-        ratio_BX=RATIO_LEVELS[settings.ratio_level](log_ratio_BT, mask_BT).exp(),
+        ratio_BX=RATIO_LEVELS[settings.importance_sampling_level](log_ratio_BT, mask_BT).exp(),
         log_correction_BX=log_correction_BX,
         advantages_BX=batch.advantages_BX,
         loss_mask_BT=mask_BT,
@@ -199,11 +190,10 @@ def correction(
         truncated_BT = -torch.expm1(gap_BT.clamp(max=0.0))  # 1 - kept mass, seen at the sampled token
         metrics["sampling/truncated_mass/mean"] = masked_mean(truncated_BT, reported_BT)
         metrics["sampling/truncated_mass/max"] = Max(truncated_BT.max())
-    if settings.correction_mode is None:
+    if (mode := settings.vllm_importance_sampling_mode) is None:
         return None, metrics
-    correction_BX = sampler_correction(
-        gap_BT, settings.correction_mode, settings.correction_clip_min, settings.correction_clip_max
-    )
+    low, high = settings.vllm_importance_sampling_clip_min, settings.vllm_importance_sampling_clip_max
+    correction_BX = sampler_correction(gap_BT, mode, low, high)
     # Padded tokens, and rows without loss tokens, have factor 1 and are left out of the metrics.
     present_BX = mask_BT if correction_BX.shape[1] > 1 else mask_BT.amax(-1, keepdim=True)
     absent_BX = present_BX == 0

@@ -175,25 +175,20 @@ def objective_settings(
         placeholder_logps: the sampler's log-probs may be placeholders, see :func:`corrects_for_sampler`.
         truncation_unknown: the sampler truncates its distribution and does not report the sampling mask.
     """
-    given: dict[str, Any] = {field.name: vars(args).get(field.name) for field in fields(SurrogateSettings)}
+
+    def named(kind: type) -> dict[str, Any]:
+        return {field.name: vars(args).get(field.name) for field in fields(kind)}
+
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    built_in = SurrogateSettings(**{**given, "epsilon_low": args.epsilon, "epsilon_high": high})
+    clip = {"epsilon_low": args.epsilon, "epsilon_high": high}
     loss_kwargs = cast("dict[str, object]", args.loss_kwargs or {})  # JSON is parsed when the config is built
-    corrects = corrects_for_sampler(args, placeholder_logps=placeholder_logps)
-    return ObjectiveSettings(
-        objective=args.loss_type,
-        ratio_level=args.importance_sampling_level,
-        beta=args.beta,
-        kl_estimator=args.kl_estimator,
-        kl_in_loss=not args.kl_in_reward,
-        bias_correction_kl=args.use_bias_correction_kl,
-        off_policy_threshold=args.off_policy_mask_threshold,
-        correction_mode=args.vllm_importance_sampling_mode if corrects else None,
-        correction_clip_min=args.vllm_importance_sampling_clip_min,
-        correction_clip_max=args.vllm_importance_sampling_clip_max,
-        truncation_unknown=truncation_unknown,
-        surrogate=OBJECTIVES[args.loss_type].surrogate_settings(built_in, loss_kwargs),
+    surrogate = OBJECTIVES[args.loss_type].surrogate_settings(
+        SurrogateSettings(**named(SurrogateSettings) | clip), loss_kwargs
     )
+    given = named(ObjectiveSettings) | {"truncation_unknown": truncation_unknown, "surrogate": surrogate}
+    if not corrects_for_sampler(args, placeholder_logps=placeholder_logps):
+        given["vllm_importance_sampling_mode"] = None
+    return ObjectiveSettings(**given)
 
 
 def check_loss_override(trainer: type[LossMixin], args: GRPOConfig) -> None:

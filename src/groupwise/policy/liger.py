@@ -142,13 +142,13 @@ class LigerLoss:
             # Liger divides by num_items_in_batch / world size.
             num_items_in_batch=torch.distributed.get_world_size() if is_distributed else 1,
         )
-        objective = OBJECTIVES[settings.objective]
+        objective = OBJECTIVES[settings.loss_type]
         # Liger's metrics are means over loss tokens. Our clip ratio counts sequences for sequence-level
         # ratios, so it is not reported there.
         tokens = mask_BT.sum()
         if kl:
             metrics["kl"] = Mean(kl[0] * tokens, tokens)
-        if objective.surrogate in _CLIP_METRICS and settings.ratio_level == "token":
+        if objective.surrogate in _CLIP_METRICS and settings.importance_sampling_level == "token":
             metrics[_CLIP_METRICS[objective.surrogate]] = Mean(clipped * tokens, tokens)
         return loss * FACTORS[objective.normalizer](batch), metrics
 
@@ -158,14 +158,14 @@ class LigerLoss:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
         return LigerFusedLinearGRPOLoss(
-            beta=settings.beta if settings.kl_in_loss and has_reference else 0.0,
+            beta=settings.beta if has_reference and not settings.kl_in_reward else 0.0,
             compiled=compiled,
             use_ref_model=has_reference,
-            loss_type=settings.objective,
+            loss_type=settings.loss_type,
             max_completion_length=self.max_completion_length,
-            importance_sampling_level=settings.ratio_level,
+            importance_sampling_level=settings.importance_sampling_level,
             temperature=temperature,
-            use_bias_correction_kl=settings.bias_correction_kl,
+            use_bias_correction_kl=settings.use_bias_correction_kl,
             **vars(settings.surrogate),
         )
 

@@ -234,7 +234,7 @@ class RolloutFiles(GRPOCallback):
             rng=self._rng,
             num_generations=self._num_generations,
             truncation_unknown=settings.truncation_unknown,
-            corrects_for_sampler=settings.correction_mode is not None,
+            corrects_for_sampler=settings.vllm_importance_sampling_mode is not None,
         )
         values = {**vars(record), "computed": [vars(rows) for rows in record.computed]}
         with log_boundary(logger, f"step {state.global_step} in {self.folder}"):

@@ -141,7 +141,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         check_objective(self.args)
         # The dictionary of a micro-batch has the factor, which a hook may change; the loss computes none.
         self._correction_settings = self.objective_settings
-        self.objective_settings = replace(self.objective_settings, correction_mode=None)
+        self.objective_settings = replace(self.objective_settings, vllm_importance_sampling_mode=None)
 
     def check_overrides(self) -> None:
         """Refuse overrides that TRL's step does not call here."""
@@ -572,9 +572,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
 
         With a separate sampler whose log-probs correct the loss, old log-probs are always computed.
         """
-        corrects = (
-            tokens.sampler_logps_BT is not None and self._correction_settings.correction_mode is not None
-        )
+        mode = self._correction_settings.vllm_importance_sampling_mode
+        corrects = mode is not None and tokens.sampler_logps_BT is not None
         return super().old_and_ref_logps(tokens, None, on_policy=on_policy and not corrects)
 
     # Hooks of log-probs and loss.

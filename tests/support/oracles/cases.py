@@ -139,16 +139,16 @@ def oracle_weights(name: str) -> Rows:
 
 def core_settings(name: str, c: Choices) -> ObjectiveSettings:
     return ObjectiveSettings(
-        objective=name,
-        ratio_level=c.level,
+        loss_type=name,
+        importance_sampling_level=c.level,
         beta=c.beta,
         kl_estimator=c.kl,
-        kl_in_loss=c.kl_in_loss,
-        bias_correction_kl=c.bias_correction,
-        off_policy_threshold=c.threshold,
-        correction_mode=c.mode,
-        correction_clip_min=c.c_min,
-        correction_clip_max=c.c_max,
+        kl_in_reward=not c.kl_in_loss,
+        use_bias_correction_kl=c.bias_correction,
+        off_policy_mask_threshold=c.threshold,
+        vllm_importance_sampling_mode=c.mode,
+        vllm_importance_sampling_clip_min=c.c_min,
+        vllm_importance_sampling_clip_max=c.c_max,
         surrogate=SurrogateSettings(
             epsilon_low=c.epsilon_low,
             epsilon_high=c.epsilon_high,
