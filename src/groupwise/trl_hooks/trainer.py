@@ -366,8 +366,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             rollouts = self.make_rollouts(request, prompt_ids, completions)
         self._rollouts = rollouts
         if not self._records_rollouts:  # called by a hook
-            metrics = rollout_metrics(rollouts, len(prompts), self.state.global_step)
-            self.metrics[request.mode].record(metrics)
+            self.metrics[request.mode].record(rollout_metrics(rollouts, self.state.global_step))
         given = rollouts.completions
         return (
             rollouts.prompt_ids,
