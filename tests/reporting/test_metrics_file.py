@@ -1,3 +1,8 @@
+"""``metrics.jsonl`` and ``settings.json``: what runs write and keep; files that are replaced.
+
+Files: ``files.py``.
+"""
+
 from __future__ import annotations
 
 import json
@@ -131,6 +136,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert "step 1 was not written: IsADirectoryError" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [2, 3])
 def test_a_run_that_was_resumed_has_every_step_once(tmp_path, last):
     settings = {"logging_steps": 1, "save_steps": 2, "save_strategy": "steps"}

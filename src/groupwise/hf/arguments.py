@@ -18,9 +18,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel
 
+from groupwise.compat import check_version
 from groupwise.compat.transformers import name_or_path
 from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
-from groupwise.compat.versions import check_version
 from groupwise.config.grpo_config import GRPOConfig, resolve
 from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import unsupported_parallelism

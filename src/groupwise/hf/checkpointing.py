@@ -25,6 +25,7 @@ from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise
 from groupwise.errors import ConfigError
+from groupwise.files import read_json
 from groupwise.policy.introspection import (
     CausalLM,
     adapters_of,
@@ -35,7 +36,7 @@ from groupwise.policy.introspection import (
 )
 from groupwise.policy.reference import FrozenAdapter
 from groupwise.policy.weight_iterator import gathering, whole_tensor
-from groupwise.records.serialization import host_copy, load, read_json
+from groupwise.records.serialization import host_copy, load
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ MANIFEST = "groupwise_manifest.json"
 _REFERENCE = "groupwise_reference.pt"
 _POLICY = "groupwise_policy.json"
 _VIRTUAL_TOKENS = "groupwise_virtual_tokens.pt"
-#: Shapes of the JSON files that are read, see :func:`groupwise.records.serialization.read_json`.
+#: Shapes of the JSON files that are read, see :func:`groupwise.files.read_json`.
 _SHAPES = {
     MANIFEST: {"run": str | None, "files": {...: {"bytes": int}}},
     _POLICY: {"base_model": str | None, "adapters": {...: dict}, "weights": {...: str}},

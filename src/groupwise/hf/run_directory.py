@@ -27,9 +27,9 @@ from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise, is_sharded
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
+from groupwise.files import read_json
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import MANIFEST, damage, is_complete, saved_run_id
-from groupwise.records.serialization import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from groupwise.compat.torch import WRAPPER_NAMES
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError, boundary
-from groupwise.records.serialization import read_json
+from groupwise.files import read_json
 from groupwise.tokenization.images import image_token_id
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from groupwise.compat.versions import check_version
+from groupwise.compat import check_version
 from groupwise.core import surrogates
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, correction

@@ -1,17 +1,15 @@
-"""Records as bytes, for checkpoints and for other ranks, and JSON files of a known shape."""
+"""Records as bytes, for checkpoints and for other ranks."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
 from groupwise.core.metrics import Max, Mean, Min, Sum
-from groupwise.errors import ConfigError, shortened
+from groupwise.errors import ConfigError
 from groupwise.records.images import ImageInputs
 from groupwise.records.rollout import Completion, RewardBatch, RolloutBatch, SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
@@ -83,29 +81,3 @@ def load(file: str | IO[bytes], *classes: type) -> Any:
     """
     with torch.serialization.safe_globals([*_CLASSES, *classes]):
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def read_json(path: Path, shape: Any) -> Any:
-    """Read a JSON file.
-
-    Args:
-        shape: a type, or a dictionary with the shape of each entry that is needed; of all under ``...``.
-
-    Raises:
-        ConfigError: it is no JSON, or an entry is missing or has another type.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is cut or overwritten: {error}") from error
-    _check_shape(value, shape, str(path))
-    return value
-
-
-def _check_shape(value: Any, shape: Any, name: str) -> None:
-    kind = dict if isinstance(shape, dict) else shape
-    if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {shortened(value)}, not {getattr(kind, '__name__', kind)}")
-    for key, inner in shape.items() if isinstance(shape, dict) else ():
-        for each in value if key is ... else [key]:
-            _check_shape(value.get(each), inner, f"{name}[{each!r}]")

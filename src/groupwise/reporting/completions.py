@@ -16,9 +16,9 @@ from huggingface_hub import HfApi
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import log_boundary
+from groupwise.files import replace_file
 from groupwise.random_state import preserved_state
 from groupwise.reporting.dashboards import log_completions
-from groupwise.reporting.metrics_file import replace_file
 from groupwise.reporting.table import (
     Cell,
     CompletionRow,

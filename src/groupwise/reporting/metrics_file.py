@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.redact import redacted_json
 from groupwise.errors import log_boundary, warn_once
+from groupwise.files import replace_file
 from groupwise.records.fast_paths import FastPath
 
 logger = logging.getLogger(__name__)
@@ -182,17 +183,3 @@ def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
             kept.append((record["step"], line))
     kept.sort(key=lambda entry: entry[0])
     replace_file(path, b"".join(line + b"\n" for _, line in kept))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: ``path`` is never a partial file. A link, a device or a pipe is kept."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    path = path.resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)  # of a full disk

@@ -31,12 +31,13 @@ from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, log_boundary
+from groupwise.files import read_json, replace_file
 from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
-from groupwise.records.serialization import host_copy, load, read_json
+from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.callback import GRPOCallback
-from groupwise.reporting.metrics_file import earlier_path, replace_file
+from groupwise.reporting.metrics_file import earlier_path
 from groupwise.reporting.table import plain_text
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from groupwise import GRPOConfig
 from groupwise.commands.cli import findings, main, trial
 from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
 from groupwise.commands.cli.trial import step_findings, trial_config
-from groupwise.compat.versions import unmet
+from groupwise.compat import unmet
 
 
 def config(**changes) -> GRPOConfig:

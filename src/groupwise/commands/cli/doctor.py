@@ -23,8 +23,8 @@ from groupwise.commands.cli.sources import (
     load_datasets,
     trainer_arguments,
 )
+from groupwise.compat import unmet
 from groupwise.compat.transformers import attention_implementation
-from groupwise.compat.versions import unmet
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend
 from groupwise.config.settings import card_settings

@@ -21,9 +21,9 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import is_streaming
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
+from groupwise.files import read_json
 from groupwise.hf import checkpointing
 from groupwise.records import RolloutBatch
-from groupwise.records.serialization import read_json
 from groupwise.rewards.runtime.calling import call_rewards, reward_name
 from groupwise.rewards.runtime.models import RewardModel
 from groupwise.trainer import GRPOTrainer

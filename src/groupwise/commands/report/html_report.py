@@ -23,7 +23,7 @@ from typing import Any
 from groupwise.commands.report.documented import documentation_of, plain_text
 from groupwise.commands.report.run_files import RunFiles, SavedCompletion, read_run
 from groupwise.errors import ConfigError
-from groupwise.reporting.metrics_file import replace_file
+from groupwise.files import replace_file
 from groupwise.reporting.model_card import public_name
 
 _PAGE = Path(__file__).with_name("page")

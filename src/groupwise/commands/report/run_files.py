@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from groupwise.config.redact import masked, redact
 from groupwise.errors import ConfigError, boundary
-from groupwise.records.serialization import read_json
+from groupwise.files import read_json
 from groupwise.reporting.metrics_file import METRICS_FILE, SETTINGS_FILE, read_metrics
 from groupwise.reporting.table import reward_columns, row_text
 

@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 
 from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError, warn_once
-from groupwise.records.serialization import read_json
-from groupwise.reporting.metrics_file import replace_file
+from groupwise.files import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 
