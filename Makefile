@@ -7,24 +7,32 @@ JOBS ?= 2
 # An environment that forbids bytecode makes every process compile what it imports: 18 s for the trainer instead of 8.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test update check lint docs faults mutation compat compat-vllm clean
+.PHONY: quickstart test fast test-all slow update check lint docs faults mutation compat compat-vllm clean
 
 # With vLLM it runs in the environment of the tests, which has an engine.
 quickstart: $(VENV)/$(if $(findstring --use_vllm,$(ARGS)),installed,quickstart)
 	$(PYTHON) examples/quickstart.py $(ARGS)
 
-# The rooms of the algorithm first: a broken equation ends the run within minutes.
-FIRST := tests/core tests/config tests/mixins tests/data tests/policy
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(JOBS) --dist worksteal
 
-test: lint
+# Lint and types beside every test without the mark "slow", and the slow ones that represent their group.
+test:
 ifdef ARGS
 	$(PYTEST) $(ARGS)
 else
-	$(PYTEST) -x $(FIRST)
-	$(MAKE) -j $(JOBS) versions-oldest versions-newest
-	$(PYTEST) $(FIRST:%=--ignore %)
+	$(MAKE) -j 2 lint fast
 endif
+
+fast: $(VENV)/installed
+	$(PYTEST) -m "not slow or representative"
+
+# Everything: the slow tests too, and a selection with the oldest and the newest transformers.
+test-all: test
+	$(MAKE) slow
+
+slow: $(VENV)/installed
+	$(PYTEST) -m "slow and not representative"
+	$(MAKE) -j $(JOBS) versions-oldest versions-newest
 
 # Kills a run 50 times, each time with another number of processes after it: one history. About 15 minutes on two cores.
 # ARGS=--grid: 13 faults at 6 stages instead, with a vLLM server; one line per cell. About 15 minutes for each of --seeds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -53,12 +54,58 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         pytest_collection_finish()
 
 
+#: Most processor time of a test without the mark "slow", in seconds. Tests above half of it have the mark.
+UNMARKED_SECONDS = 1.0
+
+
+def processor_seconds() -> dict[int, float]:
+    """Return the processor time of this process and of all that it started, by process id."""
+    times = {}
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times[process.pid] = sum(process.cpu_times()[:4])  # user and system, with children that ended
+    return times
+
+
+#: Tests with these marks are slow too: their fixtures take long, in whichever test they begin.
+SLOW_KINDS = {"distributed", "vllm", "real_model"}
+BEGUN = pytest.StashKey[tuple[dict[int, float], int]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the mark "slow" to the tests of processes, engines and the real model."""
+    for item in items:
+        if not SLOW_KINDS.isdisjoint(item.keywords):
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes long without the mark "slow"; TEST_COSTS names a file for the times of all.
+
+    Processor time, because machines are shared. A test that imports modules, or starts a process that later
+    tests use, is not judged: the time is theirs too.
+    """
+    yield
+    before, modules = item.stash[BEGUN]
+    after = processor_seconds()
+    seconds = sum(after.values()) - sum(before.values())
+    if path := os.environ.get("TEST_COSTS"):
+        with open(path, "a") as file:
+            file.write(f"{seconds:.2f} {item.nodeid}\n")
+    shared = len(sys.modules) > modules or after.keys() - before.keys()
+    if seconds > UNMARKED_SECONDS and not shared and "slow" not in item.keywords:
+        pytest.fail(f"{seconds:.1f} s of processor time: mark the test with pytest.mark.slow", pytrace=False)
+
+
 #: Memory that a test with a vLLM engine needs beside its imports: two engines with a cache of 2 GB, in bytes.
 ENGINE_MEMORY = 6 * 10**9
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test of an engine where other programs hold the memory, before the engine fails for it."""
+    item.stash[BEGUN] = processor_seconds(), len(sys.modules)
     if "vllm" in item.keywords or "[vllm_" in item.name:
         free = psutil.virtual_memory().available
         if free < ENGINE_MEMORY:

@@ -33,6 +33,7 @@ def sampled(directory: Path, act: Any = None, **settings: Any) -> list[list[int]
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "act",
     [lambda: torch.manual_seed(0), lambda: set_seed(3), lambda: torch.rand(7)],
@@ -49,6 +50,7 @@ def test_a_reward_that_seeds_or_draws_changes_no_sample(
     assert len(set(map(tuple, alone))) == len(alone) == 24
 
 
+@pytest.mark.slow
 def test_tools_environments_and_their_rewards_change_no_sample(tmp_path: Path) -> None:
     def run(act: Any) -> list[list[int]]:
         class Environment:
@@ -85,6 +87,7 @@ def test_tools_environments_and_their_rewards_change_no_sample(tmp_path: Path) -
     assert run(lambda: torch.manual_seed(0)) == run(lambda: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"cache_implementation": "dynamic"}, {"top_k": 5}], ids=str)
 def test_threads_that_seed_while_others_are_sampled_change_no_sample(
     tmp_path: Path, settings: dict[str, Any]
@@ -108,6 +111,7 @@ def test_threads_that_seed_while_others_are_sampled_change_no_sample(
     assert len(alone) == 24 and len(set(map(tuple, alone))) > 20
 
 
+@pytest.mark.slow
 def test_user_functions_draw_anew_at_every_step_and_as_before_in_a_resumed_run(tmp_path: Path) -> None:
     drawn: list[float] = []
 
@@ -197,6 +201,7 @@ LORA = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
 VIRTUAL = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft_config", [LORA, VIRTUAL, None], ids=["lora", "virtual tokens", "full"])
 def test_all_that_is_initialised_depends_on_the_seed_alone(tmp_path: Path, peft_config: Any) -> None:
     names = {

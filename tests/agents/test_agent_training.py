@@ -17,6 +17,7 @@ from support.runs import experience
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 
 
+@pytest.mark.slow
 def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure], log_completions=True)
     seen = []
@@ -44,6 +45,7 @@ def test_a_run_with_a_tool_trains_on_sampled_tokens(tmp_path: Path) -> None:
     assert "1" in [message["content"] for message in messages if message["role"] == "tool"]
 
 
+@pytest.mark.slow
 def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
     (batch,) = experience(run, [chats()[0]] * 4)
@@ -66,6 +68,7 @@ def test_rollouts_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
     assert any(completion.truncated for completion in completions)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"tools": [measure], "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole = trainer(tmp_path / "whole", **settings)
@@ -99,6 +102,7 @@ class Game:
         return float(self.measured)
 
 
+@pytest.mark.slow
 def test_an_environment_provides_data_tools_and_reward(tmp_path: Path) -> None:
     run = trainer(
         tmp_path,
@@ -153,6 +157,7 @@ def test_named_environments_combine_with_reward_functions(tmp_path: Path) -> Non
     assert log["reward"] == pytest.approx(0.5 + log["rewards/Game/mean"] / 2)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_tools(tmp_path: Path) -> None:
     run = GRPOTrainer.evaluate(_with_eval(tmp_path))
     assert run["eval_tools/call_frequency"] > 0

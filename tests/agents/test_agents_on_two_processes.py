@@ -58,6 +58,7 @@ def _any(accelerator, here: bool) -> bool:
     return accelerator.reduce(torch.tensor(int(here)), "sum").item() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["turns", "faults"])
 def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path, case: str) -> None:
     """Also with faults in 20 % of the calls of an environment; a group has completions of both ranks."""

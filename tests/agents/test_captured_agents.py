@@ -50,6 +50,7 @@ def server(tmp_path_factory):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_every_behaviour_of_an_agent_has_a_clear_outcome(server, tmp_path):
@@ -80,6 +81,7 @@ def test_every_behaviour_of_an_agent_has_a_clear_outcome(server, tmp_path):
         assert log["sampling/sampling_logp_difference/max"] < 1e-3 and log["grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_the_example_trains_agents_of_two_makers(server, tmp_path):

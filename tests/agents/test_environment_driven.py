@@ -305,6 +305,7 @@ def test_a_slow_rollout_does_not_block_the_others():
     assert rollout.extra == {"turns": [1, 2]}
 
 
+@pytest.mark.slow
 def test_a_run_with_an_environment_that_runs_rollouts(tmp_path):
     class Seeded(Dialogue):
         async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def run_with_openenv(script: Path, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_rollouts_with_a_server() -> None:
     script = ROOT / "tests" / "support" / "workers" / "openenv_worker.py"
     found = json.loads(run_with_openenv(script).splitlines()[-1])
@@ -52,6 +53,7 @@ def test_rollouts_with_a_server() -> None:
     assert late == "RuntimeError: the episode has ended; no further action is possible"
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_example_trains_with_a_server(smollm2_path: Path, tmp_path: Path) -> None:
     model = save_tiny_smollm2(smollm2_path, tmp_path / "tiny", ("name(cat)", "name(horse)"))

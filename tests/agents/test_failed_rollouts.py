@@ -153,6 +153,7 @@ def test_ranks_repeat_together() -> None:
     assert next(others, None) is None
 
 
+@pytest.mark.slow
 def test_a_run_with_random_faults_trains_without_the_dropped_completions(tmp_path: Path) -> None:
     """20 % of the calls fail; one retry leaves enough failures to drop."""
     FlakyEnvironment.seed(1)
@@ -211,6 +212,7 @@ def test_a_run_whose_rollouts_all_fail_goes_on_with_a_warning(tmp_path: Path, ca
     assert [log["rollouts/dropped_groups"] for log in run.state.log_history[:2]] == [1, 1]
 
 
+@pytest.mark.slow
 def test_failed_rollouts_count_in_no_generation_and_not_after_a_resume(tmp_path: Path) -> None:
     """Rollout 3 of 8 fails; two steps a generation, and a checkpoint inside the second one."""
     weights: list[list[float]] = []

@@ -48,6 +48,7 @@ def logps_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+@pytest.mark.slow
 def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
     text = tokenizer()
     run = trainer(
@@ -128,6 +129,7 @@ def calls_in_own_environment(
     return calls_reward(completions)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(vllm_version() < Version("0.32"), reason="it does not report the weights of each token")
 def test_first_turns_are_generated_ahead_on_a_server(tmp_path):

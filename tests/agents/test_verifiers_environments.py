@@ -49,6 +49,7 @@ def server(tmp_path_factory, smollm2_path):
         process.kill()
 
 
+@pytest.mark.slow
 @needs_verifiers
 @pytest.mark.vllm
 @pytest.mark.real_model
@@ -87,6 +88,7 @@ def test_rows_and_rewards_of_episodes(server, tmp_path):
     assert max(log["grad_norm"] for log in found["logs"]) > 0
 
 
+@pytest.mark.slow
 @needs_verifiers
 @pytest.mark.vllm
 @pytest.mark.real_model

@@ -27,7 +27,7 @@ CLASSES = [getattr(mixins, name) for name in mixins.__all__]
 #: Rooms from the lowest level to the highest: a room imports itself and the levels below its own.
 LEVELS = (
     ("errors",),
-    ("compat", "registry", "threads"),
+    ("compat", "files", "registry", "threads"),
     ("core",),
     ("records", "distributed"),
     ("config", "cpu", "tokenization", "random_state"),
@@ -111,6 +111,7 @@ def test_an_attribute_in_two_bases_is_seen():
     assert rules.defined_twice([one, other], {"One"}) == set()
 
 
+@pytest.mark.slow
 def test_one_class_extends_the_trainer():
     assert [name for source in FILES.values() for name in rules.subclasses(source, "Trainer")] == [
         "BaseTrainer"
@@ -149,6 +150,7 @@ def test_other_imports_in_the_core_are_seen():
     ]
 
 
+@pytest.mark.slow
 def test_imports_follow_the_layers():
     names = [name for name in FILES if name not in ("__init__.py", "trainer.py")]
     found = {name: rules.across_layers(name, FILES[name], LAYERS) for name in names}
@@ -179,6 +181,7 @@ def test_imports_within_a_room_and_from_outside_are_allowed():
     assert rules.across_layers("policy/heads/chunked.py", source, LAYERS) == []
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     order = list(TopologicalSorter(rules.import_graph(FILES)).static_order())  # raises CycleError
     config = [order.index(f"groupwise.config.{name}") for name in ("settings", "fields", "grpo_config")]
@@ -230,6 +233,7 @@ def test_readers_and_data_in_hooks_of_the_trainer_are_seen():
     assert all(importlib.import_module(one.rpartition(".")[0]) for one in READERS)
 
 
+@pytest.mark.slow
 def test_private_symbols_of_other_libraries_are_used_only_in_compat():
     names = [name for name in FILES if not name.startswith("compat/")]
     assert violations(lambda source: rules.private_uses(source, WRAPPED), names) == {}
@@ -270,6 +274,7 @@ def test_modules_have_a_docstring():
     assert violations(lambda source: not ast.get_docstring(ast.parse(source)), FILES) == {}
 
 
+@pytest.mark.slow
 def test_the_backend_is_chosen_in_one_place():
     checked = {
         name: source for name, source in FILES.items() if not name.startswith(("config", "validation"))

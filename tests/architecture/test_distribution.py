@@ -49,6 +49,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.representative("an installation runs README")
+@pytest.mark.slow
 def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     policy().save_pretrained(tmp_path / "model")
@@ -66,6 +68,7 @@ def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Pat
     assert done.stdout.splitlines()[-1].startswith(str(installed)) and (tmp_path / "capitals").is_dir()
 
 
+@pytest.mark.slow
 def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> None:
     """Its page and the table of metrics are files of the package; the license of uPlot is one, too."""
     run = save_run(tmp_path / "run", [{"reward": 0.5, "frac_reward_zero_std": 0.5}])

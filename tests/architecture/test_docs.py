@@ -26,6 +26,7 @@ MODELS = re.compile(
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
+@pytest.mark.slow
 def test_every_registered_name_has_a_row_with_an_equation():
     """In a fresh interpreter: tests register names of their own."""
     code = """
@@ -94,6 +95,7 @@ def tiny_vlm(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tiny_vlm, tmp_path, monkeypatch):
     """Run the blocks of a page one after the other in one namespace."""
@@ -114,6 +116,7 @@ def test_code_in_the_documentation_runs(page, tiny_model, tiny_agent, tiny_vlm, 
             exec(compile(code, f"{page.name}, block {number}", "exec", dont_inherit=True), namespace)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tiny_model, tmp_path, monkeypatch):
     """Run its cells in one namespace, without a kernel; a cell ends with what the notebook shows."""
     plt = pytest.importorskip("matplotlib.pyplot")
@@ -193,6 +196,7 @@ def test_run_files_for_many_gpus_are_read(name, num_processes, tmp_path, monkeyp
         assert f"{per_step} completions of {per_step // config.num_generations} prompts" in text
 
 
+@pytest.mark.slow
 def test_generated_pages_match_the_code():
     import generate_docs
 

@@ -72,11 +72,13 @@ def problems(path: Path) -> list[str]:
     return found + banned(texts(text) if path in SOURCES else text)
 
 
+@pytest.mark.slow
 def test_texts_use_the_words_of_the_field():
     found = {str(path.relative_to(ROOT)): problems(path) for path in SOURCES + PAGES}
     assert {name: words for name, words in found.items() if words} == {}
 
 
+@pytest.mark.slow
 def test_messages_give_the_remedy_and_no_page_that_an_installed_package_lacks():
     found = {}
     for path in SOURCES:

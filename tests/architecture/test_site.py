@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from support.browser import PHONE, ROUNDING, browse, with_browser
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 #: Opens every page in a frame and posts its measurements. `split` are words of names in definition lists and
 #: tables that continue on a second line; `cut` blocks of code, and tables of texts, wider than their frame;
@@ -104,6 +106,7 @@ def test_the_site_builds_without_warnings(site):
     assert 'src="http' not in objectives  # nothing is loaded from other servers
 
 
+@pytest.mark.slow
 def test_a_dead_link_breaks_the_site(tmp_path):
     pytest.importorskip("mkdocs")
     docs = tmp_path / "docs"
@@ -156,6 +159,7 @@ def measure(
     return browse(harness, site, profile, dark)[0]
 
 
+@pytest.mark.slow
 @with_browser
 def test_pages_fit_a_phone(site, tmp_path):
     paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
@@ -167,6 +171,7 @@ def test_pages_fit_a_phone(site, tmp_path):
     assert {page["path"]: page["cut"] for page in results if page["cut"]} == {}
 
 
+@pytest.mark.slow
 @with_browser
 def test_no_code_is_cut_on_a_laptop(site, tmp_path):
     paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
@@ -190,6 +195,7 @@ def test_a_table_of_texts_has_labels_for_a_phone(site):
     assert "<table>" in numbers  # numbers stay beside each other and scroll
 
 
+@pytest.mark.slow
 @with_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_colours_follow_the_scheme_of_the_browser(site, tmp_path, dark):

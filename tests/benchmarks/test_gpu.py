@@ -34,6 +34,7 @@ def parts(monkeypatch):
     sys.path[:] = path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "imports"), [("check", BARE), ("phases", IMPORTS), ("steps", IMPORTS)])
 def test_every_part_of_a_call_passes_on_a_cpu_or_names_what_it_needs(call, imports, tmp_path):
     output = tmp_path / "verdicts.json"
@@ -91,6 +92,7 @@ def test_what_does_not_begin_in_time_is_skipped(parts):
     ] * 2
 
 
+@pytest.mark.slow
 def test_another_result_of_two_steps_fails(parts):
     gpu, check = parts
     other = check.SetUp(precision="float32", path=(("sequence_layout", "padded"), ("learning_rate", 0.51)))

@@ -23,6 +23,7 @@ from groupwise import GRPOConfig
 SMALL = ["--tiny", "--steps", "1", "--test_questions", "2", "--samples", "2"]
 
 
+@pytest.mark.slow
 def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
     cells = ["sft", "grpo_process", "grpo_process_solution"]
     arguments = [*SMALL, "--cells", *cells, "--seeds", "0", "--output", str(tmp_path)]
@@ -51,6 +52,7 @@ def test_cells_leave_files_that_a_second_call_skips(tmp_path, capsys):
     assert rewards[0] == rewards[1] and losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_runs_of_other_sampling_seeds_have_the_same_questions_in_files_of_their_own(tmp_path):
     arguments = [*SMALL, "--cells", "resampled", "--seeds", "0", "--output", str(tmp_path)]
     run.main(arguments)
@@ -68,6 +70,7 @@ def test_runs_of_other_sampling_seeds_have_the_same_questions_in_files_of_their_
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", plain["versions"]["commit"])
 
 
+@pytest.mark.slow
 def test_iterative_grpo_and_trl_train_every_step_and_change_the_model(tmp_path, monkeypatch):
     """Two steps of each; the policy's own samples earn no reward, so that a constant would train nothing."""
 
@@ -87,6 +90,7 @@ def test_iterative_grpo_and_trl_train_every_step_and_change_the_model(tmp_path, 
         assert any((now != then).any() for now, then in zip(model.parameters(), before, strict=True)), cell
 
 
+@pytest.mark.slow
 def test_an_agent_of_two_turns_trains_both_as_two_rows_and_as_one(tmp_path, monkeypatch):
     scores = iter(range(10**6))
     monkeypatch.setattr(tasks, "correct", lambda texts, *_: [float(next(scores) % 2) for _ in texts])
@@ -152,6 +156,7 @@ def result_file(directory, cell: str, seed: int, after: float) -> None:
     (directory / f"{cell}-{seed}.json").write_text(json.dumps(result))
 
 
+@pytest.mark.slow
 def test_the_table_has_means_and_student_intervals_over_seeds(tmp_path):
     """0.2, 0.4, 0.6: mean 0.4, deviation 0.2, half-width 4.303 · 0.2 / √3 = 0.497.
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
+@pytest.mark.slow
 def test_samples_and_updates_agree(tmp_path):
     found = same_step.main(["--tiny", "--train_steps", "1", "--questions", "4", "--output", str(tmp_path)])
     assert found["steps"] == 3 and found["same_questions"] and found["difference_of_updates"] < 1e-4
@@ -22,6 +23,7 @@ def test_samples_and_updates_agree(tmp_path):
     assert json.loads((tmp_path / "same_step.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_another_loss_is_seen_in_the_updates(tmp_path, monkeypatch):
     monkeypatch.setattr(same_step, "OURS", run.Cell(settings={"loss_type": "dr_grpo"}))
     path = run.tiny_model(tmp_path)
@@ -45,6 +47,7 @@ def test_samples_are_scored_under_their_whole_prompt(tmp_path, monkeypatch):
     assert len(scored) == 16 and {*map(tuple, scored)} == {*map(tuple, expected)}
 
 
+@pytest.mark.slow
 def test_samples_of_another_temperature_are_seen(tmp_path):
     path = run.tiny_model(tmp_path)
     model, words = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)

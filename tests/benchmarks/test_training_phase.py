@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "train_phase.py"
 TINY = {"model": "random:2,32,2,1,64,64", "prompt_tokens": 16, "completion_tokens": 16, "windows": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "layout"), [("auto", "shared_prefix"), ("trl", "padded")])
 def test_a_window_of_each_library_is_measured(method, layout, tmp_path):
     done = run(SCRIPT, "--worker", method, "--spec", json.dumps(TINY), directory=tmp_path)

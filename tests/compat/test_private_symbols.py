@@ -321,6 +321,7 @@ def test_native_bf16_of_the_cpu():
     assert compat_torch.has_native_bf16_cpu() is (any(probes) and supported)
 
 
+@pytest.mark.slow
 def test_bf16_is_emulated_where_onednn_may_not_use_it():
     program = "from groupwise.compat.torch import has_native_bf16_cpu as native; print(native())"
     limited = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -364,6 +364,7 @@ def resumed(directory, **changes: Any) -> tuple[GRPOTrainer, list[tuple[Any, ...
     return run, groups.steps
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_which_changed_settings_act(tmp_path, caplog):
     make_trainer(tmp_path, **RUN).train()
     resumed(tmp_path, max_grad_norm=1e-3)
@@ -404,6 +405,7 @@ def test_a_resumed_run_says_which_changed_settings_act(tmp_path, caplog):
         resumed(tmp_path, optim="sgd")
 
 
+@pytest.mark.slow
 def test_a_schedule_with_a_state_is_neither_changed_nor_replaced_on_resume(tmp_path, caplog):
     make_trainer(tmp_path, **RUN, **PLATEAU, lr_scheduler_kwargs={"factor": 0.5}).train()
     run, _ = resumed(tmp_path, **PLATEAU, lr_scheduler_kwargs={"factor": 0.25}, max_steps=3)

@@ -149,6 +149,7 @@ def test_a_few_large_gains_and_many_small_losses_raise_few_false_alarms(prompts,
         assert (differences[:, 0].mean(-1).abs() > half / math.sqrt(prompts)).double().mean() > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.25, 0.5, 0.9])
 def test_intervals_contain_a_gain(gain):
     for prompts in (20, 100):

@@ -205,6 +205,7 @@ def test_split_over_ranks(name, option, seed, order, ranks, micro_batches):
     same(total / ranks, gradient(name, option, w, counts_of(w)))
 
 
+@pytest.mark.slow
 @few
 @given(seeds, st.integers(1, 5))
 def test_rows_that_cannot_learn_may_be_left_out(seed, dropped):
@@ -216,6 +217,7 @@ def test_rows_that_cannot_learn_may_be_left_out(seed, dropped):
         same(gradient(name, "plain", kept, counts_of(w)), gradient(name, "plain", w, counts_of(w)))
 
 
+@pytest.mark.slow
 @few
 @given(seeds)
 def test_on_policy_gradient_of_the_first_update_is_that_of_its_own_log_probs(seed):

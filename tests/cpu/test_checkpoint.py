@@ -182,6 +182,8 @@ def test_models_without_onednn_layers_are_left_alone():
 native_bf16 = pytest.mark.skipif(not has_native_bf16_cpu(), reason="this processor emulates bfloat16")
 
 
+@pytest.mark.representative("a whole real gradient")
+@pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize(
     ("tokens", "autocast"),

@@ -72,11 +72,13 @@ def resident_mib(mode, **environment):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_freed_tensors_leave_the_process():
     # 32 x 8 MB were freed; half of it is a wide margin for what else differs
     assert resident_mib("unset") - resident_mib("set") > 128
 
 
+@pytest.mark.slow
 def test_within_the_context_freed_tensors_stay():
     done = subprocess.run(
         [sys.executable, "-c", AGAIN],

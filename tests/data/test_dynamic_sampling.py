@@ -113,6 +113,7 @@ def trained_on(rollouts):
     return [row["number"] for row in rollouts.rows]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.sets(st.integers(0, 60)),
@@ -295,6 +296,7 @@ def weights(run):
     return torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])
 
 
+@pytest.mark.slow
 def test_one_group_a_step_trains_as_on_the_prompts_with_variance(tmp_path):
     # Rounds of a single prompt discard no group with variance: the run is that on a dataset of such rows.
     common = {"rollout_func": by_place, "shuffle_dataset": False, "max_steps": 5}

@@ -265,6 +265,7 @@ def test_a_rank_reads_only_the_rows_of_its_completions():
     assert rows.read == [taken[0]["row"]] and taken[0] == taken[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_workers_read_the_rows_of_a_rank(world_size):
     for rank in range(world_size):

@@ -65,6 +65,7 @@ def assert_same_weights(run, other, tolerance):
     assert moved > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_skipping_and_rebalancing_do_not_change_the_update(tmp_path, loss_type, layout):
@@ -100,6 +101,7 @@ MASKED = {"mask_truncated_completions": True}
 ALL_MASKED = {**MASKED, "generation_kwargs": {"suppress_tokens": [1]}}  # no completion ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings", "skipped"),
     [
@@ -134,6 +136,7 @@ def varied_at(*generations):
     return reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_a_window_without_any_gradient_computes_one_row_and_steps_all_the_same(tmp_path, layout):
     def run(name, **given):
@@ -176,6 +179,7 @@ class Scored:
             self.tokens += kwargs["input_ids"].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", [{"num_iterations": 2}, {"steps_per_generation": 4}])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_old_log_probs_are_computed_only_for_rows_with_a_gradient(tmp_path, monkeypatch, layout, reuse):

@@ -54,6 +54,7 @@ def stream(dataset: Dataset) -> IterableDataset:
     return dataset.to_iterable_dataset(num_shards=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_trains_as_a_dataset_of_the_same_rows(tmp_path, workers):
     common = {"max_steps": 5, "shuffle_dataset": False, "num_iterations": 2, "steps_per_generation": 2}
@@ -63,6 +64,7 @@ def test_a_stream_trains_as_a_dataset_of_the_same_rows(tmp_path, workers):
     )
 
 
+@pytest.mark.slow
 def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
     # 6 rows: one pass is as many steps.
     shuffled = stream(prompts(6)).shuffle(seed=7)
@@ -126,6 +128,7 @@ def test_an_endless_stream_of_any_kind_is_trained_on(tmp_path, caplog):
     assert "a Counting has no shuffle()" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"dataloader_num_workers": 1}, {"dynamic_sampling": True}], ids=str)
 def test_a_streamed_run_resumes(tmp_path, given):
     # 5 rows and 2 for each of 6 steps: the third step begins the second pass, shuffled anew.
@@ -166,6 +169,7 @@ EVALUATION = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_evaluation_of_a_stream_is_that_of_the_same_rows_at_hand(tmp_path, workers):
     expected = trainer(tmp_path / "a", eval_dataset=prompts(3), **EVALUATION).evaluate()

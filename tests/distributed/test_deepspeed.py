@@ -19,6 +19,7 @@ pytestmark = [
 CASE = {"beta": 0.5, "loss_type": "dapo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_trains_as_one_process_does(stage, tmp_path):
     script = Path(__file__).parents[1].joinpath("support", "workers", "deepspeed_worker.py")

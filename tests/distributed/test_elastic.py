@@ -77,6 +77,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", SHARDED)
 def test_sharded_parameters_resume_on_another_number_of_processes(
     alone: Path, tmp_path: Path, engine: str

@@ -19,6 +19,8 @@ CELLS = (
 )
 
 
+@pytest.mark.representative("a killed run goes on with another number of processes")
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_other_numbers_of_processes_as_one_history(tmp_path: Path) -> None:
     outcome = faults.run(tmp_path / "runs", kills=2, seed=1)
     assert faults.is_one_history(outcome), "\n".join(outcome.lines)
@@ -30,6 +32,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> fault_grid.Grid:
     return fault_grid.Grid(tmp_path_factory.mktemp("grid"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_fault_of_one_rank_hangs_nothing_and_changes_nothing(grid: fault_grid.Grid, name: str) -> None:
     (cell,) = (cell for cell in grid.cells if cell.name == name)

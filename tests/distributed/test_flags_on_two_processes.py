@@ -25,6 +25,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_flags_and_errors_of_a_rank_reach_the_other(tmp_path: Path) -> None:
     done = run_ranks(flags_worker.__file__, tmp_path, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 TIMEOUT = 280  # seconds
 
 
+@pytest.mark.slow
 def test_one_process_splits_until_gradients_are_exchanged(tmp_path: Path) -> None:
     done = run_ranks(memory_worker.__file__, tmp_path, timeout=TIMEOUT)
     assert (tmp_path / "split.pt").exists(), done.stdout[-3000:] + done.stderr[-6000:]

@@ -23,6 +23,8 @@ FORKED = ("forked, gated delta net", "forked, gated delta net, LoRA")
 CASES = ("all", "LoRA", "sync_ref_model", *FORKED)
 
 
+@pytest.mark.representative("FSDP2 trains as one process does")
+@pytest.mark.slow
 def test_fsdp2_trains_as_one_process_does(tmp_path: Path) -> None:
     done = run_ranks(worker.__file__, tmp_path, "fsdp2", 2, *CASES, "resumed", "refused", timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -57,6 +59,7 @@ def check_refusals(results: dict[str, Any]) -> None:
     assert "weights of the policy differ from those of checkpoint" in other
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_zero_trains_the_same_and_compares_loaded_weights_with_the_checkpoint(

@@ -76,6 +76,8 @@ def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
         torch.testing.assert_close(ours[name], theirs[name], atol=0.8 * SMALLEST_EFFECT, rtol=0)
 
 
+@pytest.mark.representative("two processes make the update of one")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(UPDATES))
 def test_two_processes_make_the_update_of_one(tmp_path: Path, updates: Any, case: str) -> None:
     # The single process takes the rows of both in micro-batches of the same size: so the update is the same

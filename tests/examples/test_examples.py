@@ -99,6 +99,8 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         assert metrics["tools/call_frequency"] > 0.5 and metrics["tools/failure_frequency"] < 0.5
 
 
+@pytest.mark.representative("the quickstart")
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_quickstart_writes_its_accuracies(smollm2_path, tmp_path):
     """One step of a model of two layers."""
@@ -324,6 +326,7 @@ def test_every_node_of_the_skypilot_job_trains_and_resumes(slurm_job, tmp_path, 
     assert ("--resume_from_checkpoint true" in launched) is has_checkpoint
 
 
+@pytest.mark.slow
 def test_the_sweep_of_the_examples_is_trained(smollm2_path, tmp_path, monkeypatch, capsys):
     from groupwise.commands.cli import main
 

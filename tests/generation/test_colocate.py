@@ -78,6 +78,8 @@ def run(tmp_path_factory):
     run.backend.close()
 
 
+@pytest.mark.representative("engine and trainer agree after two steps")
+@pytest.mark.slow
 def test_the_engine_samples_from_the_policy_of_each_step(run):
     assert {step for step, *_ in run.seen} == {0, 1}
     for step, completion, expected in run.seen:

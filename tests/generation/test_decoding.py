@@ -156,6 +156,7 @@ def forward_shapes(model) -> list[tuple[int, int]]:
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_completions_are_those_of_generate(name, seed, monkeypatch):
@@ -164,6 +165,7 @@ def test_greedy_completions_are_those_of_generate(name, seed, monkeypatch):
     assert by_groups(model, PROMPTS, settings()) == expected
 
 
+@pytest.mark.slow
 def test_compared_completions_have_different_lengths():
     """The comparison above covers rows that end early, rows that reach the limit, and different texts."""
     lengths = {len(row.token_ids) for name in MODELS for row in by_groups(tiny(name), PROMPTS, settings())}

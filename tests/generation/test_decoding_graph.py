@@ -57,6 +57,7 @@ def flat(name: str, seed: int = 0):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [None, [3], [3, 8, 9, 10]])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_sampled_completions_are_those_of_eager_steps(name, ends):
@@ -113,6 +114,7 @@ def test_truncated_samples_have_the_masks_of_eager_steps():
         assert torch.equal(one.sampling_mask.counts, two.sampling_mask.counts)
 
 
+@pytest.mark.slow
 def test_steps_under_autocast_are_those_of_eager_steps():
     """Keys are float32 and values bfloat16; casts of weights are made once, before the recording."""
     model, config = flat("llama"), sampling(max_new_tokens=50, eos_token_id=None)

@@ -118,6 +118,7 @@ def rows_of_a_tree(draw: st.DrawFn) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 @given(rows_of_a_tree())
 @example(  # the last row is in two lines, of which the first trains its token
     [

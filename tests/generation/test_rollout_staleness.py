@@ -160,6 +160,7 @@ def staleness(run):
     return [line.get("staleness") for line in run.state.log_history if "loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
 def test_batches_are_prefetched_once(fake, tmp_path, depth):
     run_for(fake, tmp_path / "on_policy", max_steps=10).train()
@@ -183,6 +184,7 @@ def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
     assert seen[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [run_with_rounds, run_with_tool, run_with_quiz])
 def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make):
     """Dynamic sampling: those of its first round. Agents: first turns. The others follow in its own step."""
@@ -228,6 +230,7 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
     assert requested == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path, depth):
     """Evaluations, rewards and callbacks use those of their batch, which no later ``reset`` has changed."""
@@ -263,6 +266,7 @@ def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path, depth):
     assert staleness(run)[0] == 0 and all(0 < steps <= depth for steps in staleness(run)[1:])
 
 
+@pytest.mark.slow
 def test_rollouts_that_fail_in_reset_ahead_are_repeated_in_their_own_step(fake, tmp_path):
     class Broken(Quiz):
         resets = 0
@@ -289,6 +293,7 @@ def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
     assert len(asked(fake)) == len(set(map(str, asked(fake)))) == 8  # two generations of four prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "stop", "steps", "depth"),
     [
@@ -325,6 +330,7 @@ def test_a_resumed_run_loses_nothing_and_trains_nothing_twice(fake, tmp_path, ma
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "depth"), [(run_for, 0), (run_with_environment, 1)])
 def test_an_unavailable_server_leaves_a_checkpoint_to_resume_from(fake, tmp_path, make, depth):
     make = partial(make, rollout_staleness=depth)
@@ -390,6 +396,7 @@ def test_a_missing_log_prob_leaves_the_other_tokens_corrected(fake, tmp_path):
     assert losses_by_bound[0] > 0 and losses_by_bound[1] == 0
 
 
+@pytest.mark.slow
 def test_the_digest_of_the_weights_reaches_batches_parquet_and_checkpoint(fake, tmp_path):
     """Each step trains on completions of its own weights, or of the weights before with a staleness of 1."""
     trained = {}

@@ -152,6 +152,7 @@ def test_the_gradient_of_every_objective_is_that_of_the_truncated_distribution(t
         assert (ours - truth).abs().max() < 1e-5 * scale
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_run(tmp_path):
     settings = {"max_steps": 4, "num_iterations": 2, "steps_per_generation": 2, "train_dataset": prompts(16)}
     settings |= {"gradient_accumulation_steps": 1, **TRUNCATION}

@@ -367,6 +367,7 @@ def four_bits(tmp_path_factory):
     server.kill()
 
 
+@pytest.mark.slow
 @real
 def test_a_real_server_follows_the_adapter_of_a_4_bit_policy(four_bits, tmp_path, caplog):
     """It serves the dequantized matrices, and gets the adapter alone."""
@@ -376,6 +377,7 @@ def test_a_real_server_follows_the_adapter_of_a_4_bit_policy(four_bits, tmp_path
     assert caplog.text.count("by its path") == 4  # before training, in two steps and after them
 
 
+@pytest.mark.slow
 @real
 def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp_path, monkeypatch):
     """One of them sends bytes, which the server writes to a directory for temporary files."""
@@ -402,6 +404,7 @@ def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp
     assert not written.exists()
 
 
+@pytest.mark.slow
 @real
 def test_a_sweep_on_a_real_server_has_the_histories_of_its_runs_alone(four_bits, tmp_path):
     server = four_bits[1]
@@ -413,6 +416,7 @@ def test_a_sweep_on_a_real_server_has_the_histories_of_its_runs_alone(four_bits,
         run.trainer.backend.close()
 
 
+@pytest.mark.slow
 @real
 @pytest.mark.real_model
 def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_path):

@@ -270,6 +270,7 @@ def new_sender():
     return BucketSender(BucketSenderInfo(), Receiver(), [])
 
 
+@pytest.mark.slow
 def test_files_of_a_killed_process_are_removed_by_the_next_sender(shared_memory):
     code = (
         "import os, pathlib, signal, sys\n"

@@ -62,6 +62,7 @@ def ask(client):
     return client.submit(request, request.params({}, 20))
 
 
+@pytest.mark.slow
 def test_a_short_network_outage_delays_the_answer(far_away):
     client = VLLMServers([far_away], timeout=20.0)
     client.wait_until_up("connecting")
@@ -74,6 +75,7 @@ def test_a_short_network_outage_delays_the_answer(far_away):
     client.close()
 
 
+@pytest.mark.slow
 def test_a_long_network_outage_raises_a_connection_error(far_away):
     client = VLLMServers([far_away], timeout=2.0)
     client.wait_until_up("connecting")

@@ -184,6 +184,7 @@ def test_after_an_error_the_backend_can_be_used_again(backend, fake):
     assert backend.generate([[3]])[0].versions == [4] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_recover_together_and_end_together(tmp_path):
     worker = Path(__file__).parents[1].joinpath("support", "workers", "server_worker.py")

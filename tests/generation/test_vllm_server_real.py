@@ -79,6 +79,8 @@ def trained(process, tmp_path_factory):
     made.backend.close()
 
 
+@pytest.mark.representative("a server follows the trainer")
+@pytest.mark.slow
 def test_the_server_samples_from_the_weights_of_every_step(trained):
     lines = [line for line in trained.state.log_history if "loss" in line]
     assert len(lines) == 2 and trained.version == 1
@@ -135,12 +137,14 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
     run.backend.close()
 
 
+@pytest.mark.slow
 def test_the_server_follows_a_4_bit_policy(server, tmp_path):
     """The server has the checkpoint before quantization, and gets merged matrices of the 4-bit weights."""
     pytest.importorskip("bitsandbytes")
     assert_follows_four_bits(run_for(server, tmp_path, **four_bit_policy(tmp_path / "base")), PROMPTS)
 
 
+@pytest.mark.slow
 @reports_weights
 def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_path):
     run = run_for(server, tmp_path, max_completion_length=100, temperature=1.5)
@@ -178,6 +182,7 @@ def test_weights_updated_in_mid_completion_are_recorded_per_token(server, tmp_pa
     run.backend.close()
 
 
+@pytest.mark.slow
 def test_requests_of_a_rollout_that_is_repeated_stop_on_the_server(server, tmp_path):
     """Closing their connections ends them, running and waiting ones."""
     run = run_for(server, tmp_path, max_completion_length=100)
@@ -212,6 +217,7 @@ def test_requests_of_a_rollout_that_is_repeated_stop_on_the_server(server, tmp_p
     run.backend.close()
 
 
+@pytest.mark.slow
 @reports_weights
 def test_a_run_that_generates_ahead(server, tmp_path):
     run = run_for(server, tmp_path, max_steps=3, rollout_staleness=1)
@@ -221,6 +227,7 @@ def test_a_run_that_generates_ahead(server, tmp_path):
     run.backend.close()
 
 
+@pytest.mark.slow
 @reports_weights
 def test_a_run_with_dynamic_sampling_generates_ahead(server, tmp_path):
     given = {"dynamic_sampling": True, "per_device_train_batch_size": 8, "max_steps": 3}
@@ -288,6 +295,7 @@ def test_a_killed_server_does_not_change_the_history(server, undisturbed, tmp_pa
     disturbed.backend.close()
 
 
+@pytest.mark.slow
 def test_a_run_continues_without_a_break_on_the_remaining_server(server, undisturbed, tmp_path):
     (tmp_path / "second").mkdir()
     second = ServerProcess(tmp_path / "second").start().wait()
@@ -312,6 +320,7 @@ def test_a_run_continues_without_a_break_on_the_remaining_server(server, undistu
     run.backend.close()
 
 
+@pytest.mark.slow
 def test_the_second_data_parallel_engine_of_a_server_has_the_trainers_weights(tmp_path, monkeypatch):
     """vLLM answers for the first engine; a flipped bit in the second one ends the run."""
     name = "model.norm.weight"

@@ -233,6 +233,7 @@ def inject(backend: Any, engine: TinyEngine, model: Any, seed: int, where: str, 
     return kind.__name__
 
 
+@pytest.mark.slow
 def test_250_faults_of_a_colocated_engine_are_found_and_named(model, tmp_path):
     engine = TinyEngine(PolicyWeights(model).full())
     backend = colocated(tmp_path, model, engine)
@@ -242,6 +243,7 @@ def test_250_faults_of_a_colocated_engine_are_found_and_named(model, tmp_path):
     assert backend.version == 1001 and set(found) == {fault.__name__ for fault in FAULTS}
 
 
+@pytest.mark.slow
 def test_150_faults_of_one_of_two_servers_are_found_and_named(servers, model):
     backend = servers.backend
     backend.sync_weights(PolicyWeights(model), step=1000)
@@ -252,6 +254,7 @@ def test_150_faults_of_one_of_two_servers_are_found_and_named(servers, model):
     assert backend.version == 1001
 
 
+@pytest.mark.slow
 def test_40_faults_of_a_second_data_parallel_engine_are_found_and_named(servers, model):
     """vLLM returns what the first engine answers, which has the weights."""
     faulty = servers.fakes[1]
@@ -336,6 +339,7 @@ def lora_request(monkeypatch):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(LoRARequest=request))
 
 
+@pytest.mark.slow
 def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_path, lora_request):
     base = dict(PolicyWeights(adapted).base())
     engine = TinyEngine(base.items())
@@ -349,6 +353,7 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
     backend.adapters.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("faulty", "count"), [("engine", 35), ("copy", 14)])
 def test_faults_of_an_adapter_on_servers_are_found(faulty, count, adapted, tmp_path, monkeypatch):
     """In the engines that vLLM answers for, and in their data-parallel copies."""
@@ -404,6 +409,7 @@ def test_experts_that_a_kernel_for_gpus_rearranges_are_not_compared(kernels, com
 # Clean syncs, and the setting.
 
 
+@pytest.mark.slow
 def test_10000_clean_syncs_of_a_tiny_engine_raise_no_alarm():
     """All values change, over many orders of magnitude, zeros of both signs included."""
     generator = torch.Generator().manual_seed(0)

@@ -240,6 +240,7 @@ def test_resuming_from_weights_alone_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_changed_settings_that_reorder_prompts_are_reported_on_resume(tmp_path: Path, caplog: Any) -> None:
     settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2}
     trainer(tmp_path, **settings).train()
@@ -259,6 +260,7 @@ def test_resuming_without_the_weights_of_a_synced_reference_is_refused(tmp_path:
         trainer(tmp_path, **settings, sync_ref_model=True).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_ignored_weights_of_a_synced_reference_are_reported(tmp_path: Path, caplog: Any) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1, "beta": 0.1}
     trainer(tmp_path, **settings, max_steps=1, sync_ref_model=True).train()
@@ -318,6 +320,7 @@ def _saved_state(directory: Path) -> dict[str, Any]:
 _BEST = {"metric_for_best_model": "score", "greater_is_better": True, "reward_funcs": _score_by_step}
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_known_by_its_final_name_and_kept(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
@@ -341,6 +344,7 @@ def test_the_best_checkpoint_is_known_by_its_final_name_and_kept(tmp_path: Path)
     assert any(not torch.equal(now[name], last[name]) for name in last)
 
 
+@pytest.mark.slow
 def test_only_better_checkpoints_are_saved_on_request(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, eval_strategy="steps", eval_steps=1, save_strategy="best", max_steps=4, **_BEST
@@ -352,6 +356,7 @@ def test_only_better_checkpoints_are_saved_on_request(tmp_path: Path) -> None:
     assert trainer.state.best_model_checkpoint in (None, str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, **_BEST}
     make_trainer(tmp_path, max_steps=3, **settings).train()
@@ -361,6 +366,7 @@ def test_a_resumed_run_keeps_the_best_checkpoint(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-1" / "left over").touch()

@@ -70,6 +70,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
 def test_an_interrupted_trainer_resumes_by_itself(tmp_path: Path, whole: Any, event: str) -> None:
     run = make_trainer(tmp_path, **WINDOWS)
@@ -82,6 +83,7 @@ def test_an_interrupted_trainer_resumes_by_itself(tmp_path: Path, whole: Any, ev
     assert history(run) == history(whole)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_rewards_and_a_resume_of_the_same_trainer(tmp_path: Path) -> None:
     calls = []
 
@@ -100,6 +102,7 @@ def test_an_interrupt_of_the_rewards_and_a_resume_of_the_same_trainer(tmp_path: 
     assert_same_weights(run, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
 def test_a_checkpoint_on_sigterm_loses_no_window(tmp_path: Path, whole: Any, event: str) -> None:
     run = make_trainer(tmp_path, **WINDOWS, save_strategy="no", enable_jit_checkpoint=True)
@@ -120,6 +123,7 @@ def test_a_checkpoint_on_sigterm_loses_no_window(tmp_path: Path, whole: Any, eve
         assert history(resumed, "total_flos") == history(whole, "total_flos")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_sigterm_that_was_killed_is_not_resumed(tmp_path: Path, whole: Any) -> None:
     run = make_trainer(tmp_path, **WINDOWS)
     run.add_callback(Once("on_step_begin", 2, interrupt))
@@ -249,6 +253,7 @@ def test_an_evaluation_samples_from_weights_that_a_script_loaded(fake: Any, tmp_
     assert seen and all(torch.equal(tensor, other[name]) for name, tensor in seen[0].items())
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_server_was_lost_resumes_by_itself(fake: Any, tmp_path: Path) -> None:
     expected = run_for(fake, tmp_path / "whole")
     expected.train()

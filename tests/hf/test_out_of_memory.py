@@ -51,6 +51,7 @@ def run(tmp_path, name, tokens=None, where="forward", **settings):
     return trained, full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_the_update_and_the_log_are_those_of_a_run_with_more_memory(tmp_path, layout, where, caplog):
@@ -76,6 +77,7 @@ class FullAtTheEnd(Full):
             self.fail()
 
 
+@pytest.mark.slow
 def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
     ample, _ = run(tmp_path, "ample")
     monkeypatch.setattr(f"{__name__}.Full", FullAtTheEnd)
@@ -85,6 +87,7 @@ def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
         assert (ours - theirs).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_later_windows_start_with_the_smaller_size(tmp_path):
     _, full = run(tmp_path, "short", 30, max_steps=1)
     once = full.raised

@@ -68,6 +68,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_assigned_attributes(name: str, policy: Policy, tmp_path: Path) -> None:
     """Both trainers follow the assignment from the third step on, and it makes a difference."""

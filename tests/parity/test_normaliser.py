@@ -92,6 +92,7 @@ def one_step(policy: Policy, directory: Path, reward: Any = mixed_reward, **opti
     return ours, train_trl(policy, setting, directory / "theirs").parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "steps_per_generation"), [(2, 1), (1, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
 def test_token_mean_over_a_window_that_is_not_a_generation(

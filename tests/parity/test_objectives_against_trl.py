@@ -21,6 +21,7 @@ pytestmark = pytest.mark.parity
 CLIP_METRICS = {"cispo": "cispo_clip_ratio", "sapo": None, "vespo": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("num_iterations", [1, 2])
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -75,6 +75,7 @@ OTHER_MEANING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(name: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_trainer, "shuffle_sequence_dict", lambda rows: rows)
@@ -141,6 +142,7 @@ def test_adaptive_entropy(entropy_coef: float, target: float, policy: Policy, tm
         assert ours.trainer.entropy_coef == pytest.approx(entropy_coef + 4 * 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 @pytest.mark.parametrize(("accumulation", "num_iterations", "beta"), [(2, 1, 0.0), (2, 2, 0.04)])
 def test_accumulation(

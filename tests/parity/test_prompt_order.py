@@ -19,6 +19,7 @@ def assert_like_trl(found: dict[str, Seen]) -> None:
     assert found["hooks"] == found["trl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_shuffled_prompts_have_trls_order_in_every_epoch(name: str, policy: Policy, tmp_path: Path) -> None:
     found = prompt_order.compare(policy, tmp_path, CASES[name])
@@ -27,6 +28,7 @@ def test_shuffled_prompts_have_trls_order_in_every_epoch(name: str, policy: Poli
     assert found["trl"][:per_epoch] != found["trl"][per_epoch : 2 * per_epoch]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "read by a worker"])
 def test_a_sampler_that_follows_rewards_is_read_when_trl_reads_it(
     name: str, policy: Policy, tmp_path: Path
@@ -35,6 +37,7 @@ def test_a_sampler_that_follows_rewards_is_read_when_trl_reads_it(
     assert found["hooks"] == found["trl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -50,6 +53,7 @@ def test_a_run_resumes_inside_a_later_epoch(name: str, step: int, policy: Policy
     assert found["plain"] == found["hooks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["read by a worker", "a window is half a generation"])
 def test_the_train_dataloader_yields_trls_items(name: str, policy: Policy, tmp_path: Path) -> None:
     found = prompt_order.items(policy, tmp_path, CASES[name])
@@ -58,11 +62,13 @@ def test_the_train_dataloader_yields_trls_items(name: str, policy: Policy, tmp_p
     assert found["plain"][-1] == found["plain"][0]
 
 
+@pytest.mark.slow
 def test_a_subclass_resamples_from_the_train_dataloader(policy: Policy, tmp_path: Path) -> None:
     found = prompt_order.resample(policy, tmp_path, CASES["windows of a generation"])
     assert found["hooks"] == found["trl"]
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_prompts_that_trls_see(policy: Policy, tmp_path: Path) -> None:
     done = launch.run_ranks(prompt_order.__file__, policy.path, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -44,6 +44,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECTED)
 def test_corrected_training(name: str, policy: Policy, tmp_path: Path) -> None:
     """TRL's trainer, with log-probs of another sampler, against ours; the correction makes a difference."""
@@ -67,6 +68,7 @@ def test_corrected_training(name: str, policy: Policy, tmp_path: Path) -> None:
     assert largest_difference(ours.parameters, without.parameters) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_without_sampler_logps(mode: str, policy: Policy, tmp_path: Path) -> None:
     setting = Setting(
@@ -101,6 +103,7 @@ def test_placeholder_log_probs_of_a_rollout_func_change_nothing(
     assert ours.logged("sampling/sampling_logp_difference/mean")[0] > 1
 
 
+@pytest.mark.slow
 def test_off_policy_mask_prefers_the_sampler(policy: Policy, tmp_path: Path) -> None:
     """Without correction the sampler's log-probs still say which sequences drifted."""
     options = {

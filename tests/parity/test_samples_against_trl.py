@@ -79,6 +79,7 @@ def widened(policy: Policy, path: Path) -> Policy:
     return Policy(path, policy.tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -98,6 +99,7 @@ def test_completions_of_a_run(options: dict[str, Any], policy: Policy, tmp_path:
         assert len(other) == len(theirs) and other != theirs
 
 
+@pytest.mark.slow
 def test_completions_of_two_epochs_and_of_a_resumed_run(policy: Policy, tmp_path: Path) -> None:
     options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 5}
     theirs = sampled(train_trl, policy, tmp_path / "theirs", **options)
@@ -172,6 +174,7 @@ def test_an_adapter_and_a_new_head_are_those_of_trl(base: Any, policy: Policy, t
     assert not any(torch.equal(other[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_a_foreign_processor_gets_all_rows_in_order(
     policy: Policy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -275,6 +275,7 @@ def keys(log: list[dict[str, Any]]) -> dict[str, set[str]]:
     return kinds
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_key_that_trl_logs_is_logged(

@@ -54,6 +54,7 @@ def train_both(policy: Policy, setting: Setting, directory: Path, prepare: Any =
     return ours, train_trl(policy, setting, directory / "theirs", prepare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_without_an_override_rows_are_shuffled_and_the_loss_is_divided_as_in_trl(
     loss_type: str, policy: Policy, tmp_path: Path
@@ -64,6 +65,7 @@ def test_without_an_override_rows_are_shuffled_and_the_loss_is_divided_as_in_trl
     assert_same_log(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "grpo"])
 def test_metrics_are_means_of_micro_batches_and_generations_as_in_trl(
     loss_type: str, policy: Policy, tmp_path: Path
@@ -90,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, policy: Policy, tmp_path: Path) -> None:
     options = {**SPLIT, **OPTIONS[name]}
@@ -503,6 +506,7 @@ SUBCLASSES: dict[Any, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subclass", SUBCLASSES, ids=lambda subclass: subclass.__name__)
 def test_subclass(subclass: Any, policy: Policy, tmp_path: Path) -> None:
     options = {**SPLIT, **SUBCLASSES[subclass]}
@@ -531,6 +535,7 @@ def assert_override_matters(ours: Run, policy: Policy, tmp_path: Path, options: 
     assert largest_difference(ours.parameters, without.parameters) > 1e-5
 
 
+@pytest.mark.slow
 def test_methods_replaced_on_the_instance(policy: Policy, tmp_path: Path) -> None:
     def prepare(trainer: Any) -> None:
         given_loss, given_rewards = trainer._compute_loss, trainer._calculate_rewards
@@ -543,6 +548,7 @@ def test_methods_replaced_on_the_instance(policy: Policy, tmp_path: Path) -> Non
     assert largest_difference(ours.parameters, without.parameters) > 1e-4
 
 
+@pytest.mark.slow
 def test_steps_of_several_generations_in_a_window(policy: Policy, tmp_path: Path) -> None:
     options = {**SPLIT, **OPTIONS["several_generations_in_a_window"]}
     ours, theirs = train_both(policy, Setting(options, subclass=extra_metrics), tmp_path)
@@ -573,6 +579,7 @@ CORRECTED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", CORRECTED)
 @pytest.mark.parametrize("subclass", [lambda base: base, bounded_correction], ids=["plain", "bounded"])
 def test_sampler_correction(mode: str, subclass: Any, policy: Policy, tmp_path: Path) -> None:
@@ -602,6 +609,7 @@ def smaller_correction(base: type) -> type:
     return Trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subclass", [lambda base: base, smaller_correction], ids=["plain", "smaller"])
 def test_sampler_correction_inside_the_weight_of_a_sequence(
     subclass: Any, policy: Policy, tmp_path: Path
@@ -612,6 +620,7 @@ def test_sampler_correction_inside_the_weight_of_a_sequence(
     assert_same_update(*train_both(policy, setting, tmp_path), policy)
 
 
+@pytest.mark.slow
 def test_evaluation(policy: Policy, tmp_path: Path) -> None:
     """A hook's metrics of an evaluation, and its loss. TRL shuffles the prompts, which neither depends on."""
     options = {**SPLIT, "max_steps": 1, "per_device_eval_batch_size": 8, "loss_type": "dr_grpo"}
@@ -655,6 +664,7 @@ COPIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_bodies_that_a_subclass_copied_from_trl(name: str, policy: Policy, tmp_path: Path) -> None:
     """Public subclasses often copy the whole body of a hook and change a few lines."""
@@ -759,6 +769,7 @@ def recorded(base: type, called: set[str], without: tuple[str, ...] = ()) -> typ
     return subclass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["trl_hooks", "plain"])
 def test_every_method_of_trl_is_called_or_refused(library: str, policy: Policy, tmp_path: Path) -> None:
     """What TRL calls in training, evaluation or saving, and what its class defines, is called or refused."""

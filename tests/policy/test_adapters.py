@@ -123,6 +123,7 @@ def test_samples_have_the_virtual_tokens_of_the_forward_once(tmp_path, kind):
     assert len(completion.token_ids) >= 6 and "prepare_inputs_for_generation" not in vars(run.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
 @torch.no_grad()
 def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):

@@ -42,6 +42,7 @@ def trained(directory, **settings):
     return [p.detach().clone() for p in trainer.model.parameters()], graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 def test_a_compiled_model_makes_the_same_updates(tmp_path, layout):
     plain, _ = trained(tmp_path / "plain", sequence_layout=layout)

@@ -56,6 +56,7 @@ def parameters(run):
     return {name: p.detach() for name, p in run.model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_two_steps_give_the_bits_of_float32_weights_in_half_of_the_memory(tmp_path, in_float32):
     runs = [build(tmp_path, lora={"lora_dropout": 0.0}) for build in (make, in_float32)]
     for run in runs:
@@ -76,6 +77,7 @@ def test_two_steps_give_the_bits_of_float32_weights_in_half_of_the_memory(tmp_pa
     assert "frozen weights: bfloat16" in map(str, runs[0].fast_paths())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [True, False])
 def test_engines_and_merged_models_get_the_sums_of_float32(merged, tmp_path, in_float32):
     runs = [build(tmp_path, max_steps=1) for build in (make, in_float32)]
@@ -91,6 +93,7 @@ def test_engines_and_merged_models_get_the_sums_of_float32(merged, tmp_path, in_
         assert all(torch.equal(sums[0][name].float(), sums[1][name]) for name in sums[1])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_a_loaded_adapter_are_those_of_one_run(tmp_path):
     run = make(tmp_path, save_strategy="steps", save_steps=1)
     run.train()

@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @needs_liger
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_two_steps_are_those_of_the_ordinary_path(tmp_path, settings):
@@ -136,6 +137,7 @@ def test_gradients_of_uneven_micro_batches_far_off_policy(tmp_path, settings):
         torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=budget)
 
 
+@pytest.mark.slow
 @needs_liger
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
@@ -171,6 +173,7 @@ def test_the_models_own_scale_of_the_logits_counts(tmp_path):
     torch.testing.assert_close(fused, plain, atol=5e-6, rtol=0)
 
 
+@pytest.mark.slow
 @needs_liger
 @pytest.mark.parametrize(
     ("tied", "settings"),

@@ -39,6 +39,7 @@ def dense(module: Any) -> torch.Tensor:
 
 
 # 8-bit layers round their inputs to one of 255 steps as well.
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "tolerance"), [(EIGHT, 5e-2), (FOUR, 1e-4)], ids=["8-bit", "4-bit"])
 def test_adapters_train_on_a_quantised_base(config, tolerance, tmp_path):
     run = quantised_run(tmp_path, config)
@@ -67,6 +68,7 @@ def test_adapters_train_on_a_quantised_base(config, tolerance, tmp_path):
     assert all(torch.equal(module.weight.data, stored[name]) for name, module in layers.items())
 
 
+@pytest.mark.slow
 def test_layouts_agree_and_a_resumed_run_repeats_the_run(tmp_path):
     """Log-probs of the policy, and of the reference without the adapter, go through the 4-bit layers."""
     trained = {}
@@ -91,6 +93,7 @@ def adapter(run: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_in_4_bits_computes_each_prompt_once(tmp_path):
     """Adapters on projections of linear attention, two steps in both layouts."""
     build(*STATES["qwen3_5"]).save_pretrained(tmp_path / "base")

@@ -81,6 +81,7 @@ def same_parameters(one, other):
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
+@pytest.mark.slow
 def test_layers_that_fit_are_not_recomputed_and_training_is_the_same(tmp_path, forwards):
     plain, once = run(tmp_path / "plain", forwards, gradient_checkpointing=False)
     every, twice = run(tmp_path / "every", forwards, activation_memory_fraction=0.0)
@@ -92,6 +93,7 @@ def test_layers_that_fit_are_not_recomputed_and_training_is_the_same(tmp_path, f
     assert same_parameters(chosen, every) and same_parameters(chosen, plain)
 
 
+@pytest.mark.slow
 def test_the_last_layers_are_kept_as_far_as_the_room_goes(tmp_path, forwards):
     # All micro-batches have about the tokens of the first: 4 per completion, of which none is skipped.
     given = {"max_completion_length": 4, "generation_kwargs": {"min_new_tokens": 4}}
@@ -155,6 +157,7 @@ def test_saved_bytes_leaves_out_weights_and_arguments():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_an_out_of_memory_error_halves_the_room_before_micro_batches_are_split(tmp_path, forwards, caplog):
     every, _ = run(tmp_path / "every", forwards, activation_memory_fraction=0.0)
     failures, forward = [1], LlamaDecoderLayer.forward

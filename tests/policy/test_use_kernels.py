@@ -30,6 +30,7 @@ def run_of(saved, directory, **model_init_kwargs):
     return run
 
 
+@pytest.mark.slow
 def test_a_policy_with_kernels_trains_as_one_without(saved, tmp_path, monkeypatch):
     calls = []
 

@@ -156,6 +156,7 @@ def test_matrices_are_rounded_to_the_widest_dtype_of_the_engines():
     assert all(wide[name] is given[name] for name in given)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_models_are_gathered(tmp_path):
     worker = Path(__file__).parents[1].joinpath("support", "workers", "sharded_worker.py")

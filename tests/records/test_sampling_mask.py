@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +37,7 @@ def test_rows_of_a_batch():
     assert join_sampling_masks([None, SamplingMask.whole_vocabulary(3)], [3, 3]) is None
 
 
+@pytest.mark.slow
 @given(
     positions=st.lists(st.sets(st.integers(0, 10), max_size=11).map(sorted), min_size=1, max_size=9),
     rows=st.integers(1, 9),

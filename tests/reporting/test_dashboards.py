@@ -55,6 +55,7 @@ def wandb_run(tmp_path, monkeypatch):
     run.finish()
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_table(wandb_run, tmp_path, make_args, rows):
     args = make_args(report_to=["wandb"], num_completions_to_print=0)
     report_completions(rows, 3, args, str(tmp_path))

@@ -232,6 +232,7 @@ def test_other_prompts_are_not_compared(tmp_path, caplog):
     assert "test_pass@1_gain" not in run.evaluate(eval_dataset=questions(2), metric_key_prefix="test")
 
 
+@pytest.mark.slow
 def test_the_best_model_by_pass_at_k_from_before_the_first_step(tmp_path):
     values = itertools.chain([1, 3, 2], itertools.repeat(0))
     state = {"passed": 0}
@@ -252,6 +253,7 @@ def test_the_best_model_by_pass_at_k_from_before_the_first_step(tmp_path):
     assert Path(run.state.best_model_checkpoint).name == "checkpoint-1"
 
 
+@pytest.mark.slow
 def test_the_first_evaluation_survives_a_checkpoint(tmp_path):
     given = {"eval_on_start": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     given |= {"eval_strategy": "steps", "eval_steps": 1}
@@ -304,6 +306,7 @@ def test_completions_of_several_ranks_make_up_the_groups():
     assert metrics["pass@4"] == pytest.approx(3 / 4)
 
 
+@pytest.mark.slow
 def test_evaluation_samples_with_its_own_settings(tmp_path):
     model = policy()
     run = trainer(

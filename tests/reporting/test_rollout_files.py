@@ -86,6 +86,7 @@ def test_nothing_is_saved_unless_asked_for(tmp_path):
     assert not (tmp_path / FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 1, "save_rollouts": True}
     trainer(tmp_path, max_steps=3, **settings).train()
@@ -205,6 +206,7 @@ def full_disk(path: Path, content: bytes) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_recordings_of_runs_that_end_within_a_second_are_all_kept(tmp_path):
     for steps in (1, 2, 3):
         saved(tmp_path, max_steps=steps)

@@ -246,6 +246,7 @@ def shown_by(program: str, *arguments: str) -> str:
     return output.decode()
 
 
+@pytest.mark.slow
 def test_a_real_terminal_shows_the_running_phase(tmp_path: Path):
     evaluation, _, training = shown_by(PROGRAM, str(tmp_path)).partition("training begins")
     assert re.search(r"\rgenerate *\r", evaluation) and "reward" in evaluation
@@ -254,6 +255,7 @@ def test_a_real_terminal_shows_the_running_phase(tmp_path: Path):
     assert not re.search(r"(generate|reward|train): +\d+%", training.rpartition("\r")[2])  # the last state
 
 
+@pytest.mark.slow
 def test_a_file_gets_neither_colours_nor_phases(tmp_path: Path):
     with (tmp_path / "log").open("w") as log:
         run = [sys.executable, "-c", PROGRAM, str(tmp_path)]

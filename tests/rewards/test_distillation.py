@@ -130,6 +130,7 @@ def test_loss_and_gradient_against_a_loop_and_against_the_k2_estimator():
     torch.testing.assert_close(gradient, torch.autograd.grad(kl, logps)[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_training_moves_the_policy_towards_the_teacher(tmp_path):
     teacher = policy(seed=1, initializer_range=0.3)
     run = trainer(

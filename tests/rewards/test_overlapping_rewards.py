@@ -96,6 +96,7 @@ def test_a_registered_backend_reports_finished_prompts(tmp_path, wrap):
     assert waited == [True] and seen == [[0] * 4, [1] * 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda function: function, as_async])
 def test_partial_calls_do_not_change_history_and_table(fake, tmp_path, wrap):
     histories, tables = [], []

@@ -33,6 +33,7 @@ def chats():
     return [[{"role": "assistant", "content": text}] for text in TEXTS for _ in GOLD]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
 def test_accuracy_and_what_it_logs_are_the_same(name):
     pytest.importorskip("math_verify")

@@ -228,6 +228,7 @@ def test_logged_columns_and_metrics_arrive(tmp_path):
     assert "length" in pandas.read_parquet(table).columns
 
 
+@pytest.mark.slow
 def test_every_name_in_the_log_is_refused_as_the_name_of_a_metric(tmp_path):
     def reward(completion_ids, log_metric, **_):
         log_metric("custom/reward", 7.0)
@@ -552,6 +553,7 @@ def asks_a_worker(url):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("asks", "timeout"),

@@ -176,6 +176,7 @@ def test_missing_namespaces_are_refused_unless_require_isolation_is_false(monkey
     assert "programs run without isolation" in caplog.text
 
 
+@pytest.mark.slow
 @needs_isolation
 def test_an_endless_loop_ends():
     assert run("while True: pass", timeout=0.5).status == "timeout"
@@ -213,6 +214,7 @@ def test_threads_are_limited():
     assert run(source, memory=2048 * MB) == ("ok", "7\n")
 
 
+@pytest.mark.slow
 @needs_isolation
 def test_huge_output_is_truncated():
     status, output = run("import sys\nwhile True: sys.stdout.write('x' * 10000)", output=50_000)
@@ -236,6 +238,7 @@ def test_the_environment_is_not_the_trainer_s(monkeypatch):
     assert (status, output) == ("ok", "['HOME', 'LANG', 'OMP_NUM_THREADS', 'PATH', 'TMPDIR']\n")
 
 
+@pytest.mark.slow
 @needs_isolation
 def test_writing_outside_fails_and_inside_is_limited(tmp_path):
     tmp_path.chmod(0o777)
@@ -386,6 +389,7 @@ PROBES = {
 }
 
 
+@pytest.mark.slow
 @needs_isolation
 def test_a_program_has_no_memory_disk_or_keys_beside_its_limits(user):
     probes = dict(PROBES)
@@ -499,6 +503,7 @@ def run_unisolated(monkeypatch):
     pytest.skip("no interpreter that the user of the sandbox can run")
 
 
+@pytest.mark.slow
 def test_without_isolation_the_limits_hold(run_unisolated, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert run_unisolated("while True: pass", timeout=0.5).status == "timeout"

@@ -49,6 +49,7 @@ def by_text(completions, log_extra, log_metric, trainer_state=None, **_):
     return [float(len(text))]
 
 
+@pytest.mark.slow
 def test_completions_are_judged_one_by_one_in_order():
     texts = ["a", "none", "bbb", "cc", "dddd"]
     for processes in (1, 2, 3):
@@ -60,6 +61,7 @@ def test_completions_are_judged_one_by_one_in_order():
         assert sorted(value for name, value in metrics if name == "length") == [1, 2, 3, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -108,6 +110,7 @@ class DiesWhenSent:
         return (str, ())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_worker_that_dies_while_it_sends_takes_no_other_result_with_it(processes):
@@ -130,6 +133,7 @@ def dies_after_its_reward(completions, **_):
     return [float(len(text))]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_worker_that_dies_after_its_row_takes_no_reward_of_another(processes):
@@ -139,6 +143,7 @@ def test_a_worker_that_dies_after_its_row_takes_no_reward_of_another(processes):
     assert rewards[1] in (4.0, None) and rewards[4] in (4.0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_call_that_was_given_up_leaves_its_rewards_to_no_other():
     def slow(completions, **_):
@@ -169,6 +174,7 @@ def test_a_call_that_was_given_up_leaves_its_rewards_to_no_other():
     assert judge(reward, ["bb"]) == [2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_pool_that_hangs_is_stopped_and_the_next_one_works(monkeypatch):
     def stops_the_pool(completions, **_):
@@ -182,6 +188,7 @@ def test_a_pool_that_hangs_is_stopped_and_the_next_one_works(monkeypatch):
     assert judge(reward, ["a", "bb"]) == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_the_slowest_completion_is_in_the_table():
     def slow(completions, **_):
         time.sleep(0.4 if completions == ["slow"] else 0.0)
@@ -194,6 +201,7 @@ def test_the_slowest_completion_is_in_the_table():
     assert metrics["rewards/slow/slowest_seconds"] == pytest.approx(max(seconds), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_state_and_memory_of_a_call_do_not_persist():
     kept = []
 
@@ -216,6 +224,8 @@ def test_an_async_function_and_a_closure():
     assert judge(isolated(later), ["abc"]) == [5.0]
 
 
+@pytest.mark.representative("a run survives crashes")
+@pytest.mark.slow
 def test_a_run_survives_crashes(tmp_path):
     def fragile(completion_ids, **_):
         if sum(completion_ids[0]) % 2:
@@ -235,6 +245,7 @@ def test_workers_load_neither_torch_nor_transformers():
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_script(tmp_path):
     code = (
         "import os, time\n"

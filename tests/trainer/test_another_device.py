@@ -13,6 +13,7 @@ from support.workers.launch import run
 pytestmark = [
     pytest.mark.skipif(torch.accelerator.is_available(), reason="PyTorch has one accelerator at a time"),
     pytest.mark.timeout(700),
+    pytest.mark.slow,
 ]
 #: Of gradients that are computed in another order; their norms are 0.001 and more.
 ROUNDING = 1e-5

@@ -1,6 +1,6 @@
 """Mistakes in a script are named before a model is loaded, gradients of NaN before they are used.
 
-Files: ``compat/versions.py``, ``data/dataset_checks.py``, ``data/prompt_checks.py``, ``errors.py``,
+Files: ``data/dataset_checks.py``, ``data/prompt_checks.py``, ``errors.py``,
 ``hf/arguments.py``, ``policy/loading.py``.
 """
 

@@ -41,6 +41,7 @@ def run(smollm2_path, tmp_path_factory):
     return GRPOTrainer(str(smollm2_path), contains_e, config, Dataset.from_dict({"prompt": prompts}))
 
 
+@pytest.mark.slow
 def test_prompts_are_the_models_own_chat_format(run):
     rollout = generate(run, [{"prompt": run.train_dataset[0]["prompt"]}] * 2)
     text = run.processing_class.decode(rollout.prompt_ids[0])
@@ -48,6 +49,7 @@ def test_prompts_are_the_models_own_chat_format(run):
     assert all("<|im_end|>" not in answer[0]["content"] for answer in rollout.texts)
 
 
+@pytest.mark.slow
 def test_chunked_log_probs_are_the_models_log_softmax(run):
     rollout = generate(run, [{"prompt": row["prompt"]} for row in run.train_dataset for _ in range(2)])
     batch = run.collate(rollout)
@@ -64,6 +66,8 @@ def test_chunked_log_probs_are_the_models_log_softmax(run):
             torch.testing.assert_close(scores.entropy_BT[row, :length].double(), entropy, atol=1e-4, rtol=0)
 
 
+@pytest.mark.representative("the real model trains")
+@pytest.mark.slow
 def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run, tmp_path):
     torch.manual_seed(0)
     batches = experience(run, [row for row in run.train_dataset for _ in range(4)])
@@ -90,11 +94,13 @@ def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run,
     torch.testing.assert_close(loaded(**prompt).logits, run.model.eval()(**prompt).logits, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_training_runs_and_logs(run):
     run.train()
     assert run.state.global_step == 1 and "reward" in run.state.log_history[0]
 
 
+@pytest.mark.slow
 def test_a_token_classifier_on_the_same_weights_scores_the_steps_of_a_completion(run, smollm2_path):
     """A fresh head on SmolLM2: scores of a forward pass of its own, at the last token of each line break."""
     torch.manual_seed(0)

@@ -120,6 +120,7 @@ def parameters(
     return {name: weight.detach().clone() for name, weight in run.model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_rows_that_continue_each_other_make_the_update_of_one_row(tmp_path: Path, case: str) -> None:
     reward = last_step_reward if case == "steps" else score_reward
@@ -348,6 +349,7 @@ def test_step_rewards_need_the_order_of_time(tmp_path: Path, returns_to_main: bo
         assert (seen[-1] == seen[-1][:, :1]).all() and seen[-1][0, 0] != 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_inside_a_generation(tmp_path: Path) -> None:
     given = {
         "num_iterations": 2,

@@ -255,6 +255,7 @@ class Windows(GRPOTrainer):
         return super().set_token_weights(window, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_generation_that_two_windows_share_after_resuming_is_off_policy_in_the_second(tmp_path):
     # Two micro-batches a generation. Saved after one of them, the run goes on with windows of two: each takes
     # the rest of one generation and the beginning of the next.
@@ -286,6 +287,7 @@ class TokenWise(GRPOTrainer):
         return advantages[:, None].expand(-1, 7) if self.calls % 2 == 0 else advantages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_window_of_outcome_and_token_wise_advantages_trains_on_every_token(tmp_path, skip):
     def run(kind, sampler):
@@ -352,6 +354,7 @@ def test_advantages_of_another_shape_are_refused(tmp_path, rows, columns):
         run.train()
 
 
+@pytest.mark.slow
 def test_every_prompt_of_an_epoch_is_seen_once_in_groups(tmp_path):
     seen = []
 
@@ -378,6 +381,7 @@ def test_unshuffled_data_keep_their_order(tmp_path):
     assert seen == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_the_split_into_micro_batches_does_not_change_the_update(tmp_path, loss_type):
     """8 completions in one, two or four micro-batches: the same parameters after an SGD step."""
@@ -425,6 +429,7 @@ def test_truncated_completions_can_be_left_out(tmp_path):
     assert run.collate(cut).completion_mask_BT[0].sum().item() == 2
 
 
+@pytest.mark.slow
 def test_log_probs_of_a_rollout_func_are_logged_and_corrected_for_only_if_asked(tmp_path, caplog):
     """Log-probs of 0 from the sampler mean ratios far below 1; the mask mode removes nothing below its
     maximum."""
@@ -510,6 +515,7 @@ def test_evaluation_counts_every_row_once(tmp_path):
     assert metrics["eval_rewards/reward/mean"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_evaluation_sets_by_name_and_the_best_model(tmp_path):
     run = trainer(
         tmp_path,

@@ -238,6 +238,7 @@ class Watching(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
+@pytest.mark.slow
 def test_steps_count_micro_batches_also_while_a_window_is_filled(tmp_path):
     """Windows of three micro-batches, generations of two: the third begins in the second window."""
     made = run(
@@ -323,6 +324,7 @@ class WithKeys(GRPOTrainer):
         return super()._compute_loss(model, {**inputs, "advantages": scaled})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_inside_a_generation(tmp_path):
     given = {
         "per_device_train_batch_size": 1,
@@ -362,6 +364,7 @@ def test_a_resume_with_a_reference_inside_a_generation_is_refused(tmp_path):
     run(tmp_path, **reuse, max_steps=2, beta=0.1, kl_in_reward=True).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_every_turn_of_a_tool_rollout_is_sampled_by_the_hook(tmp_path):
     calls = []
 

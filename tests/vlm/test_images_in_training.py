@@ -112,6 +112,7 @@ def test_generation_uses_the_images_as_training_does(family, tmp_path):
             assert (ours >= scores_CV.amax(-1) - 1e-4).all()  # up to ties
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 def test_two_steps_update_the_vision_tower(family, tmp_path):
     trainer = tiny.trainer(tmp_path, family)
@@ -123,6 +124,7 @@ def test_two_steps_update_the_vision_tower(family, tmp_path):
     assert len(moved) > len(vision) / 2  # some towers have an unused last layer or pooling
 
 
+@pytest.mark.slow
 @EVERY_FAMILY
 def test_every_split_of_the_batch_gives_the_same_gradient(family, tmp_path):
     """Rows with and without images, alone and together, in any order."""
@@ -148,6 +150,7 @@ def test_every_split_of_the_batch_gives_the_same_gradient(family, tmp_path):
         assert (one - two).norm() <= 1e-4 * one.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 4, "beta": 0.1}])
 def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path):
     dataset = Dataset.from_list(tiny.rows(8), features=tiny.FEATURES)
@@ -157,6 +160,7 @@ def test_a_buffered_generation_is_trained_on_with_its_images(settings, tmp_path)
     assert trainer.logprob_computer.layout == ("forked" if supports_cache_in_checkpoints() else "padded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
 def test_resuming_in_the_middle_of_a_buffer_is_exact(family, tmp_path):
     """With two iterations over two steps of rows, checkpoints contain a partly used buffer."""
@@ -199,6 +203,7 @@ def test_the_image_token_is_never_sampled(tmp_path):
     assert 20 not in sampled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["idefics3", "gemma3"])
 def test_a_model_given_by_path_is_loaded_with_vision_tower_and_processor(family, tmp_path):
     model, processor = tiny.build(family)
@@ -225,6 +230,7 @@ def test_a_checkpoint_of_the_language_model_alone_is_a_causal_model(tmp_path):
     assert auto_class(model.config) is transformers.AutoModelForImageTextToText
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_from_checkpoints_with_other_weight_names(tmp_path):
     """Gemma 3 saves the names of its first release: Trainer alone would keep the last weights and warn."""
 
@@ -245,6 +251,7 @@ def test_the_best_model_is_loaded_from_checkpoints_with_other_weight_names(tmp_p
         assert torch.equal(one, two)
 
 
+@pytest.mark.slow
 def test_a_lora_trains_language_model_and_vision_tower(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
@@ -354,6 +361,7 @@ def test_a_rollout_func_must_return_the_tokens_of_the_processor(tmp_path):
         tiny.trainer(tmp_path, rollout_func=rollout, max_steps=1).train()
 
 
+@pytest.mark.slow
 def test_the_example_learns_from_the_images(tmp_path, monkeypatch):
     """A constant answer would be right for a quarter of the squares."""
     example = Path(__file__).parents[2] / "examples" / "vlm.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from support import tiny_vlm as tiny
@@ -118,6 +119,7 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
     return counts
 
 
+@pytest.mark.slow
 def test_images_of_tools_are_inputs_of_the_model(tmp_path):
     trainer = make_trainer(tmp_path, tools=[measure])
     rollout = sample_rollouts(trainer)
@@ -133,6 +135,7 @@ def test_images_of_tools_are_inputs_of_the_model(tmp_path):
         assert all(mask == 0 for token, mask in pairs if token == image)
 
 
+@pytest.mark.slow
 def test_a_run_with_images_of_tools_trains(tmp_path):
     trainer = make_trainer(tmp_path, tools=[measure], num_iterations=2)
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}

@@ -76,6 +76,7 @@ def train(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True], ids=["images", "mixed"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_update_is_that_of_trl(family, mixed, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ def gaps(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+@pytest.mark.slow
 @TWO_FAMILIES
 def test_cast_lm_head_to_fp32_computes_logits_in_float32(family, tmp_path):
     """On the hidden states of a bfloat16 model, the float32 head equals a float64 reference."""
@@ -55,6 +56,7 @@ def test_cast_lm_head_to_fp32_computes_logits_in_float32(family, tmp_path):
     assert all(torch.isfinite(weight).all() for weight in run.model.parameters())
 
 
+@pytest.mark.slow
 @TWO_FAMILIES
 def test_disable_dropout_applies_to_the_whole_model(family, tmp_path):
     model, processor = tiny.build(family)
@@ -68,6 +70,7 @@ def test_disable_dropout_applies_to_the_whole_model(family, tmp_path):
     assert gaps(off, trained(tmp_path / "none", family)) == 0.0
 
 
+@pytest.mark.slow
 @TWO_FAMILIES
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 def test_the_liger_loss_makes_the_same_update(family, tmp_path):

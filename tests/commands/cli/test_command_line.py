@@ -47,6 +47,7 @@ def test_a_run_trains_and_saves_a_model_with_a_card(run_file, capsys):
     assert "my_rewards" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_resumes(run_file):
     path = run_file(save_strategy="steps", save_steps=1)
     assert main(["train", "--config", path]) == 0
@@ -59,6 +60,7 @@ def test_a_run_resumes(run_file):
     assert files(Path("out")) == before
 
 
+@pytest.mark.slow
 def test_a_run_iterates_and_trains_its_reward_model(run_file, tmp_path):
     from support.iterative_runs import reward_model
     from support.runs import tokenizer
@@ -278,6 +280,7 @@ def test_the_extras_are_those_of_the_package():
     assert set(EXTRAS) == set(declared) - {"test", "docs"}
 
 
+@pytest.mark.slow
 def test_commands_run_without_extras(run_file):
     """Each in a process that cannot import an extra; the sweep trains its runs without adapters in turn."""
     sweep = Path(run_file(runs={"low": {}, "high": {"learning_rate": 1e-3}})).rename("sweep.yaml")
@@ -295,6 +298,7 @@ def test_commands_run_without_extras(run_file):
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"runs": {"low": {}, "high": {"learning_rate": 1e-3}}}])
 def test_adapters_need_peft_alone(run_file, changes):
     path = run_file(lora={"r": 2, "target_modules": ["q_proj"]}, **changes)
@@ -302,6 +306,7 @@ def test_adapters_need_peft_alone(run_file, changes):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "changes"),
     [
@@ -352,6 +357,7 @@ def test_a_reader_that_ends_early_ends_a_command_without_a_traceback(arguments):
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "more"),
     [
@@ -375,6 +381,7 @@ def test_a_run_ends_with_model_report_and_next_command(run_file, capsys, changes
     assert len(flags) == len(set(flags))  # a command that goes on twice says the settings once
 
 
+@pytest.mark.slow
 def test_tables_of_completions_are_printed_below_the_line_of_their_log(run_file, capsys):
     settings = {"log_completions": True, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     more = {"eval_dataset": "rows.jsonl", "num_completions_to_print": 2}

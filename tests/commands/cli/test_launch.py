@@ -16,6 +16,7 @@ pytestmark = pytest.mark.distributed
 COMMAND = ["-m", "groupwise.cli", "train", "--config"]
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_run(run_file):
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     config = run_file(per_device_train_batch_size=2)
@@ -25,6 +26,7 @@ def test_two_processes_train_one_run(run_file):
     assert "| world_size | 2 |" in card and "| generation_batch_size | 4 |" in card
 
 
+@pytest.mark.slow
 def test_invalid_input_is_reported_by_one_rank(run_file):
     # 4 x 2 processes make 8 completions at a time: no multiple of 3.
     done = run_ranks(*COMMAND, run_file(num_generations=3), timeout=240)
@@ -33,6 +35,8 @@ def test_invalid_input_is_reported_by_one_rank(run_file):
     assert "nearest valid: generation_batch_size 24, or num_generations 2 or 4" in done.stderr
 
 
+@pytest.mark.representative("`train` starts its processes")
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [True, False])
 def test_train_starts_its_processes(run_file, by_name, tmp_path):
     config = run_file(per_device_train_batch_size=2)
@@ -49,6 +53,7 @@ def test_train_starts_its_processes(run_file, by_name, tmp_path):
     assert all(str(option) in following.split() for option in launch)
 
 
+@pytest.mark.slow
 def test_train_starts_deepspeed(run_file, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     on_cpu = tmp_path / "on_cpu.yaml"
@@ -61,6 +66,7 @@ def test_train_starts_deepspeed(run_file, tmp_path, monkeypatch):
     assert len([*states]) == 2  # a part of ZeRO's optimizer state from each process
 
 
+@pytest.mark.slow
 def test_train_ends_with_the_exit_code_of_its_processes(run_file):
     launch = ["--num_processes", "2", "--main-process-port", "0"]  # ddp
     done = run(*COMMAND, run_file(num_generations=3), *launch, timeout=240)

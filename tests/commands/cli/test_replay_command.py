@@ -24,6 +24,7 @@ def trained(run_file, capfd) -> None:
     capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_a_replay_prints_one_line_per_step_and_one_about_the_weights(trained, capfd):
     assert main(["replay", "out", "--step", "2"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -36,6 +37,7 @@ def test_a_replay_prints_one_line_per_step_and_one_about_the_weights(trained, ca
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_a_step_that_leaves_the_record_has_exit_code_1(trained, tmp_path, capfd):
     path = tmp_path / "out" / "rollouts" / "step-000001.rank0.pt.gz"
     values = load(io.BytesIO(gzip.decompress(path.read_bytes())))
@@ -48,12 +50,14 @@ def test_a_step_that_leaves_the_record_has_exit_code_1(trained, tmp_path, capfd)
     assert "step 1 diverges from the record at the loss: recorded " in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_without_a_record_is_said_and_has_exit_code_1(trained, tmp_path, capfd):
     (tmp_path / "out" / "rollouts" / "step-000002.rank0.pt.gz").unlink()
     assert main(["replay", "out", "--step", "2"]) == 1
     assert "step 2 has no record to compare with" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_bundle_is_written_and_replayed(trained, tiny, capfd):
     assert main(["replay", "out", "--bundle", "bug.zip"]) == 2
     assert "--bundle needs --step" in capfd.readouterr().err

@@ -21,6 +21,7 @@ RUNS = {
 LORA = {"r": 2}
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_file_are_trained_and_compared(run_file, capsys):
     assert main(["sweep", "--config", run_file(runs=RUNS, lora=LORA, max_steps=2)]) == 0
     assert "groupwise report out/high out/low --output out/report.html" in capsys.readouterr().out
@@ -76,6 +77,7 @@ def test_a_failed_run_is_an_exit_code(run_file, capsys):
     assert Path("out/low/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
     """No run reaches its last step: however slow the commands are, each finds the runs training."""
     settings = {"max_steps": 1_000_000, "save_strategy": "steps", "save_steps": 1_000_000}

@@ -198,6 +198,7 @@ def test_contradictions_are_refused(trl_file, changes, message):
         read_run(["--config", trl_file(**changes)], "train")
 
 
+@pytest.mark.slow
 def test_a_file_and_the_flags_of_trl_train_an_adapter(trl_file):
     path = trl_file()
     done = run("-m", "groupwise.cli", "train", "--config", path, timeout=240)

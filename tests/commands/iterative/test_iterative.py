@@ -37,6 +37,7 @@ def history(trainer: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_without_a_reward_model_the_run_is_that_of_one_trainer(tmp_path):
     """Stops between iterations leave no trace: weights, logs and the learning rates of one schedule."""
     given = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 4, "beta": 0.5}
@@ -65,6 +66,7 @@ class SeesReferences(TrainerCallback):
         self.seen[state.global_step] = same(reference, weights(trainer.model)), same(reference, self.initial)
 
 
+@pytest.mark.slow
 def test_the_reference_becomes_the_policy_at_the_end_of_an_iteration(tmp_path):
     callback = SeesReferences()
     callback.run = run = runner(tmp_path, callbacks=[callback])
@@ -107,6 +109,7 @@ def labels_and_rewards_that_fail(point: str) -> tuple[Any, Any]:
     return fails_at(label_at.get(point, 0), has_vowel), fails_at(reward_at.get(point, 0), vowels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [
@@ -128,6 +131,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, point):
     assert history(resumed.trainer)[:4] == history(whole.trainer)[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label_func", [None, has_vowel], ids=["reference", "reward model"])
 def test_a_finished_run_loads_its_policy(tmp_path, label_func):
     first = runner(tmp_path, [vowels], label_func)
@@ -141,6 +145,7 @@ def test_a_finished_run_loads_its_policy(tmp_path, label_func):
     assert resumed.trainer.run_directory.has_result()
 
 
+@pytest.mark.slow
 def test_the_reward_model_learns_its_pairs_with_a_share_of_earlier_ones(whole, tmp_path):
     assert not same(weights(whole.scorer.model), whole.initial)
     first, second = whole.reward_metrics
@@ -160,6 +165,7 @@ def test_the_reward_model_learns_its_pairs_with_a_share_of_earlier_ones(whole, t
     assert len(saved["history"]) == first["num_fresh"] and saved["metrics"] == [first]
 
 
+@pytest.mark.slow
 def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
     """Without updates the second iteration has other rewards; the first one has the same."""
     fixed = runner(tmp_path, [vowels], iterative={"reward_learning_rate": 1e-30})
@@ -169,6 +175,7 @@ def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
     assert ours[:2] == theirs[:2] and ours[2] != theirs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["checkpoint-1", None])
 def test_reward_models_of_another_course_of_the_run_are_moved_aside(tmp_path, checkpoint, caplog):
     """Otherwise a run that ends before its first update would resume with one of them."""
@@ -190,6 +197,7 @@ def test_reward_models_of_another_course_of_the_run_are_moved_aside(tmp_path, ch
     assert len([text for text in caplog.messages if "moved" in text]) == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_reward_model_is_refused(tmp_path):
     runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train()
     examples = tmp_path / "reward-model-1" / "examples.json"
@@ -217,6 +225,7 @@ def test_pointwise_labels_must_be_probabilities(tmp_path):
         run.train()
 
 
+@pytest.mark.slow
 def test_pointwise_training_uses_every_labelled_completion(tmp_path):
     def some(completions, **_):
         return [None if i == 0 else label for i, label in enumerate(has_vowel(completions))]
@@ -269,6 +278,7 @@ def test_labels_without_one_reward_model_are_refused(tmp_path):
         build([reward_model()], reward_processing_classes=own[0], train_dataset=stream)
 
 
+@pytest.mark.slow
 def test_a_missing_reward_model_is_named(tmp_path):
     run = runner(tmp_path, max_steps=2, iterative={"iterations": 1})
     run.train()

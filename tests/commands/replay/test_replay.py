@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_repeated_bit_by_bit_from_the_initial_model(tmp_path, tiny, case):
     recorded(tmp_path, tiny(), **CASES[case])
@@ -85,6 +86,7 @@ def test_a_step_is_repeated_bit_by_bit_from_the_initial_model(tmp_path, tiny, ca
     assert found.weights == "equal, bit for bit"
 
 
+@pytest.mark.slow
 def test_a_step_with_dropout_has_the_same_masks(tmp_path, tiny):
     model = tiny(attention_dropout=0.3)
     recorded(
@@ -99,6 +101,7 @@ def test_a_step_with_dropout_has_the_same_masks(tmp_path, tiny):
     assert found.equals_record and found.weights == "equal, bit for bit"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_replay_begins_at_a_checkpoint_inside_of_a_generation(tmp_path, tiny, adapter):
     more = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if adapter else {}
@@ -109,6 +112,7 @@ def test_a_replay_begins_at_a_checkpoint_inside_of_a_generation(tmp_path, tiny, 
     assert found.steps[0].compared["old log-prob"] > 0 and found.weights == "equal, bit for bit"
 
 
+@pytest.mark.slow
 def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     model = agent_runs.policy(len(agent_runs.tokenizer()))
     model.save_pretrained(tmp_path / "model")
@@ -124,6 +128,7 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     assert 0 < sum(masks) < sum(tokens)  # results of tools have no loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 def test_rollouts_of_several_rows_are_replayed_with_their_contexts(tmp_path, tiny, layout):
     calls = itertools.count(1)
@@ -141,6 +146,7 @@ def test_rollouts_of_several_rows_are_replayed_with_their_contexts(tmp_path, tin
     assert any(batch.contexts for batch in Recording(tmp_path / FOLDER).step(3).window)
 
 
+@pytest.mark.slow
 def test_images_are_read_by_their_digest(tmp_path):
     run = tiny_vlm.trainer(tmp_path, save_rollouts=True)
     run.train()
@@ -167,6 +173,7 @@ class StaleBackend(EchoBackend):
         ]
 
 
+@pytest.mark.slow
 def test_stale_rollouts_are_replayed_with_their_versions_and_log_probs(tmp_path, tiny):
     recorded(tmp_path, tiny(), backend=StaleBackend(), logprob_mismatch_check="off")
     found = replay(tmp_path, 3)
@@ -184,6 +191,7 @@ class _LowersBeta(TrainerCallback):
         self.run.beta = 0.5 / (1 + state.global_step)
 
 
+@pytest.mark.slow
 def test_settings_that_a_callback_changed_act_again(tmp_path, tiny):
     lowers = _LowersBeta()
     run = trainer(
@@ -211,6 +219,7 @@ class _SetsLearningRate(TrainerCallback):
             group["lr"] = 1e-3 * (1 + state.global_step)
 
 
+@pytest.mark.slow
 def test_learning_rates_that_a_callback_set_are_those_of_the_replay(tmp_path, tiny):
     recorded(tmp_path, tiny(), callbacks=[_SetsLearningRate()], max_steps=3, save_steps=3)
     found = replay(tmp_path, 3)
@@ -225,6 +234,7 @@ class HalfAdvantages(GRPOTrainer):
         return 0.5 * super().compute_advantages(rewards)
 
 
+@pytest.mark.slow
 def test_a_subclass_is_replayed_by_its_class_and_otherwise_leaves_the_record_at_an_advantage(tmp_path, tiny):
     recorded(tmp_path, tiny(), kind=HalfAdvantages)
     assert replay(tmp_path, 2, trainer_class=HalfAdvantages).equals_record
@@ -233,6 +243,7 @@ def test_a_subclass_is_replayed_by_its_class_and_otherwise_leaves_the_record_at_
     assert found.steps[0].first.replayed == pytest.approx(2 * found.steps[0].first.recorded)
 
 
+@pytest.mark.slow
 def test_a_replay_on_two_processes_and_the_error_of_another_number(tmp_path, tiny):
     model = tiny()
     done = run_ranks(WORKER, tmp_path, model)
@@ -265,6 +276,7 @@ def change(run: Path, kind: str, step: int, edit: Callable[[Any], Any], part: in
     path.write_bytes(gzip.compress(content.getvalue()))
 
 
+@pytest.mark.slow
 def test_a_changed_token_of_the_generation_is_named(tmp_path, tiny):
     recorded(tmp_path, tiny())
     changed = {}
@@ -287,6 +299,7 @@ def test_a_changed_token_of_the_generation_is_named(tmp_path, tiny):
     )
 
 
+@pytest.mark.slow
 def test_a_changed_log_prob_and_gradient_norm_are_named(tmp_path, tiny):
     recorded(tmp_path, tiny())
 
@@ -309,6 +322,7 @@ def test_a_changed_log_prob_and_gradient_norm_are_named(tmp_path, tiny):
     assert (found.first.quantity, found.first.place) == ("gradient norm", "model.norm.weight")
 
 
+@pytest.mark.slow
 def test_a_changed_reward_is_seen_at_the_first_advantage_of_its_group(tmp_path, tiny):
     recorded(tmp_path, tiny())
 
@@ -321,6 +335,7 @@ def test_a_changed_reward_is_seen_at_the_first_advantage_of_its_group(tmp_path, 
     assert (found.first.quantity, found.first.place) == ("advantage", "row 0 (prompt 0)")
 
 
+@pytest.mark.slow
 def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
     with pytest.raises(ConfigError, match=r"was not trained with save_rollouts=True"):
         replay(tmp_path, 1)
@@ -353,6 +368,7 @@ def test_recordings_that_cannot_be_replayed_say_why(tmp_path, tiny):
         replay(tmp_path / "run", 1)
 
 
+@pytest.mark.slow
 def test_other_versions_have_a_budget(tmp_path, tiny):
     recorded(tmp_path, tiny())
     header = tmp_path / FOLDER / "run.json"
@@ -372,6 +388,7 @@ SECRETS = {
 IN_CONFIG = "hf_planted000000000000000000hubtoken"
 
 
+@pytest.mark.slow
 def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tiny, monkeypatch):
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -404,6 +421,7 @@ def test_a_bundle_is_small_has_no_secret_and_is_replayed_elsewhere(tmp_path, tin
         replay(bundle)
 
 
+@pytest.mark.slow
 def test_a_bundle_has_no_path_of_the_machine_and_no_text(tmp_path, tiny):
     model = str(shutil.copytree(tiny(), tmp_path / "private-home" / "weights"))
     adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -423,6 +441,7 @@ def test_a_bundle_has_no_path_of_the_machine_and_no_text(tmp_path, tiny):
     assert found["settings"]["generation_kwargs"] == {"typical_p": 0.9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step-000002.rank0.pt.gz", "generation-000002.0.rank0.pt.gz"])
 @pytest.mark.parametrize(
     "damage", [lambda data: data[: len(data) // 2], lambda data: gzip.compress(b"hello")]
@@ -435,6 +454,7 @@ def test_a_damaged_file_is_named(tmp_path, tiny, name, damage):
         replay(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_weights_that_differ_leave_the_record_where_bits_must_be_the_same(tmp_path, tiny):
     recorded(tmp_path, tiny(), save_steps=1)
     assert replay(tmp_path, 2).equals_record
@@ -446,6 +466,7 @@ def test_weights_that_differ_leave_the_record_where_bits_must_be_the_same(tmp_pa
     assert first in found.weights and not found.equals_record
 
 
+@pytest.mark.slow
 def test_weights_of_another_step_leave_a_bundle_at_the_first_log_prob(tmp_path, tiny):
     model = tiny()
     recorded(tmp_path, model)

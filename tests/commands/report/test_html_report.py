@@ -297,6 +297,7 @@ def test_the_policy_allows_our_scripts_alone(hostile):
 # In a browser
 
 
+@pytest.mark.slow
 @with_browser
 def test_a_hostile_run_is_shown_as_text(hostile, tmp_path):
     page, requested, console = opened(hostile, tmp_path, EVERY_STEP)
@@ -309,6 +310,7 @@ def test_a_hostile_run_is_shown_as_text(hostile, tmp_path):
     assert page["width"] <= PHONE + ROUNDING
 
 
+@pytest.mark.slow
 @with_browser
 def test_a_run_is_shown_with_its_parts(tmp_path):
     run = save_run(
@@ -349,6 +351,7 @@ def test_a_run_is_shown_with_its_parts(tmp_path):
     assert page["width"] <= PHONE + ROUNDING and page["first_completion"] < 844
 
 
+@pytest.mark.slow
 @with_browser
 def test_a_curve_is_drawn_once_and_constants_are_listed(tmp_path):
     page, _, console = opened(
@@ -363,6 +366,7 @@ def test_a_curve_is_drawn_once_and_constants_are_listed(tmp_path):
     assert not {"reward", "custom/words", "entropy"} & set(listed)
 
 
+@pytest.mark.slow
 @with_browser
 def test_a_click_on_a_step_opens_its_groups_and_cursors_move_together(tmp_path):
     logs = [log | {"entropy": 1e-7 * log["reward"], "custom/words": -54321.5 * log["reward"]} for log in LOGS]
@@ -389,6 +393,7 @@ def logs_of(rewards, more=lambda share: {}, evaluated=None):
     return logs
 
 
+@pytest.mark.slow
 @with_browser
 def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tmp_path):
     rising, noisy = [0.1 * at for at in range(1, 11)], [0.4, 0.6] * 4 + [0.5, 0.62]
@@ -434,6 +439,7 @@ def test_the_first_sentence_is_about_the_rewards_and_about_what_to_read_first(tm
     assert [re.sub(r" \([\d.]+ minutes\)", "", text) for text in said] == list(expected)
 
 
+@pytest.mark.slow
 @with_browser
 def test_runs_are_compared(tmp_path):
     runs = [
@@ -446,6 +452,7 @@ def test_runs_are_compared(tmp_path):
     assert page["width"] <= PHONE + ROUNDING
 
 
+@pytest.mark.slow
 @with_browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_many_completions_are_added_as_they_are_read(tmp_path, dark):

@@ -74,6 +74,7 @@ def alone(directory: Path, name: str, **changes: Any) -> GRPOTrainer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("plain", "hot"), tuple(SETTINGS)], ids=["two", "four"])
 def test_each_history_is_that_of_the_run_alone(names, tmp_path):
     found = sweep(tmp_path, names).run()
@@ -84,6 +85,7 @@ def test_each_history_is_that_of_the_run_alone(names, tmp_path):
         assert_equal(found[name], solo)
 
 
+@pytest.mark.slow
 def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
     saved = {"save_strategy": "steps", "save_steps": 1}
     sweep(tmp_path, SETTINGS, changes={**saved, "max_steps": 2, "lr_scheduler_type": "constant"}).run()
@@ -97,6 +99,7 @@ def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
         assert_equal(found[name], solo)
 
 
+@pytest.mark.slow
 def test_finished_runs_of_a_sweep_are_not_trained_further(tmp_path):
     """The step after the third is within an epoch, where ``Trainer`` would train it."""
     saved = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
@@ -117,6 +120,7 @@ def test_finished_runs_of_a_sweep_are_not_trained_further(tmp_path):
     assert files(tmp_path / "plain") == before
 
 
+@pytest.mark.slow
 def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(tmp_path):
     made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
     seen: list[str] = []
@@ -138,6 +142,7 @@ def test_a_stopped_run_continues_as_if_it_had_not_been_stopped(tmp_path):
     assert_equal(found["plain"], solo)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_until_the_end_keeps_its_checkpoint(tmp_path):
     made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
     made.stop("hot")
@@ -150,6 +155,7 @@ def test_a_run_that_is_stopped_until_the_end_keeps_its_checkpoint(tmp_path):
         made.resume("plane")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others(tmp_path, caplog):
     def count_or_fail(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
         if trainer_state.global_step == 2:
@@ -166,6 +172,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path, caplog):
     assert_equal(found["plain"], solo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_accelerator", [False, True])
 def test_logits_that_are_not_finite_fail_their_run_alone(tmp_path, on_accelerator, monkeypatch):
     if on_accelerator:  # the error is read a token later
@@ -193,6 +200,7 @@ def test_the_error_is_raised_if_all_runs_fail(tmp_path):
         made.run()
 
 
+@pytest.mark.slow
 def test_runs_of_all_weights_follow_one_after_the_other(tmp_path, caplog):
     started: list[str] = []
 
@@ -227,6 +235,7 @@ def test_runs_of_all_weights_follow_one_after_the_other(tmp_path, caplog):
         assert log == pytest.approx(other, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_rewards_may_differ_between_runs(tmp_path):
     def odd(completion_ids: Any, **_: Any) -> list[float]:
         return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
@@ -245,6 +254,7 @@ def test_rewards_may_differ_between_runs(tmp_path):
     assert not [name for name in found["plain"].state.log_history[0] if "odd" in name]
 
 
+@pytest.mark.slow
 def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
     sweep(tmp_path, ("plain", "hot")).run()
     lines = capsys.readouterr().out.splitlines()
@@ -294,6 +304,7 @@ def cloned(directory: Path, at: int, name: str = "plain", **changes: Any) -> dic
     return made.run()
 
 
+@pytest.mark.slow
 def test_a_clone_without_changes_has_the_history_of_its_source(tmp_path):
     found = cloned(tmp_path, at=2)
     twin, source = found["twin"], found["plain"]
@@ -306,6 +317,7 @@ def test_a_clone_without_changes_has_the_history_of_its_source(tmp_path):
     assert [json.loads(line)["step"] for line in lines if '"reward"' in line] == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_clone_starts_warm_with_its_own_learning_rate(tmp_path):
     found = cloned(tmp_path, at=2, learning_rate=5e-2, beta=0.0)
     twin, source = (history(found[name].state) for name in ("twin", "plain"))
@@ -320,6 +332,7 @@ def test_a_clone_starts_warm_with_its_own_learning_rate(tmp_path):
     assert max(moved) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_can_be_cloned(tmp_path):
     made = sweep(tmp_path, ("plain", "hot"), changes={"save_strategy": "steps", "save_steps": 100})
     made.stop("plain")
@@ -348,6 +361,7 @@ def test_clones_that_are_refused(name, new_name, changes, message, tmp_path):
         made.clone(name, new_name, **changes)
 
 
+@pytest.mark.slow
 def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
     cloned(tmp_path, at=2, learning_rate=5e-2)
     assert "which has no effect" not in caplog.text  # the learning rate has one
@@ -372,6 +386,7 @@ def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
     assert read_clones(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
     write_clones(tmp_path, {"twin": SavedClone("plain", {"hub_token": "hf_secret"}, str(tmp_path / "gone"))})
     assert "hf_secret" not in (tmp_path / "_clones.json").read_text()
@@ -380,12 +395,14 @@ def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
     assert "run 'twin' failed: ConfigError: it has no checkpoint" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_clone_with_invalid_settings_is_a_failed_run(tmp_path, caplog):
     found = cloned(tmp_path, at=1, learning_rate=-1.0)
     assert found["twin"].status == "failed" and "learning_rate" in str(found["twin"].error)
     assert found["plain"].status == "finished"
 
 
+@pytest.mark.slow
 def test_a_clone_of_a_run_that_ends_is_reported(tmp_path, caplog):
     found = cloned(tmp_path, at=4)
     assert "twin" not in found and "'twin' was not started: 'plain' ended" in caplog.text
@@ -414,6 +431,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_a_clone_raises_ends_the_clone_alone(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("groupwise.GRPOTrainer.init_hf_repo", full_disk)  # as without network
     made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
@@ -431,6 +449,7 @@ def test_whatever_a_clone_raises_ends_the_clone_alone(tmp_path, monkeypatch, cap
     assert_plain_and_hot_finish(found)
 
 
+@pytest.mark.slow
 def test_a_rate_of_zero_cannot_be_scaled(tmp_path):
     made = sweep(tmp_path, ("plain", "hot"), changes={**SAVED, "learning_rate": 0.0})
     answers, changes = list[str](), {"learning_rate": 1e-3}
@@ -446,6 +465,7 @@ def test_a_rate_of_zero_cannot_be_scaled(tmp_path):
     assert len(answers) == 2 and all("whose learning_rate is 0" in answer for answer in answers)
 
 
+@pytest.mark.slow
 def test_a_run_of_all_weights_that_cannot_be_built_fails_alone(tmp_path, monkeypatch):
     made = Sweep(
         policy(),
@@ -493,6 +513,7 @@ def test_damaged_clones_are_named_and_the_others_continue(content, continues, tm
     assert (tmp_path / "_clones-damaged.json").read_bytes() == written
 
 
+@pytest.mark.slow
 def test_a_stopped_run_that_cannot_be_saved_has_failed(tmp_path, monkeypatch):
     made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
     monkeypatch.setattr(made.runs["hot"].trainer, "_save_checkpoint", full_disk)
@@ -531,6 +552,7 @@ def test_every_command_in_every_state_of_a_run(tmp_path):
                 assert (run.status, run.clones) == (status, [])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_cloned_after_all_others_have_ended(tmp_path):
     made = sweep(tmp_path, ("plain", "hot"), changes=SAVED)
     made.stop("plain")

@@ -45,6 +45,7 @@ def on_server(fake: FakeVLLM, **given: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_histories_on_a_server_are_those_of_the_runs_alone(fake, tmp_path, staleness):
     given = on_server(fake, rollout_staleness=staleness)
@@ -60,6 +61,7 @@ def test_histories_on_a_server_are_those_of_the_runs_alone(fake, tmp_path, stale
     assert history(found["plain"].state) != history(found["hot"].state)
 
 
+@pytest.mark.slow
 def test_a_clone_samples_with_adapters_of_its_own(fake, tmp_path):
     made = sweep(tmp_path, **on_server(fake, save_strategy="steps", save_steps=100))
 
@@ -83,6 +85,7 @@ def test_a_server_of_merged_weights_is_refused(fake, tmp_path):
     assert not fake.seen["/update_weights"] and not fake.seen[GENERATE]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_a_server_does_not_load_fails_its_run_alone(fake, tmp_path):
     answer = fake.answer
 
@@ -149,6 +152,7 @@ def backend_on(engine: FakeEngine, given: GRPOConfig) -> ColocatedBackend:
     return ColocatedBackend(engine, given, ends, only_adapter=True)
 
 
+@pytest.mark.slow
 def test_one_call_of_an_engine_samples_the_requests_of_all_runs(without_vllm, tmp_path, monkeypatch):
     engine, started = FakeEngine(), []
 
@@ -171,6 +175,7 @@ def test_one_call_of_an_engine_samples_the_requests_of_all_runs(without_vllm, tm
         assert_equal(found[name], solo)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")

@@ -65,6 +65,7 @@ ON_GPU = pytest.param(
 )
 
 
+@pytest.mark.slow
 @has_triton
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is the interpreter, or has the GPU")
 @pytest.mark.parametrize("where", [pytest.param({"TRITON_INTERPRET": "1"}, id="interpreter"), ON_GPU])
@@ -93,6 +94,7 @@ def test_torch_does_the_work_without_triton_and_on_other_devices(monkeypatch):
     assert chunked._tile_operations(torch.device("cuda"), torch.float32) is Tiles
 
 
+@pytest.mark.slow
 @has_triton
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="run rather than only compiled")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -123,6 +125,7 @@ def test_the_kernels_compile_without_a_gpu(optional, dtype, tmp_path, monkeypatc
         assert compiled.asm["cubin"]
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("shape", [(1, 17), (37, 131)], ids=str)
@@ -289,6 +292,7 @@ def test_gradient_of_a_tile_in_the_dtype_of_the_products(with_entropy, softcap, 
     assert_close([results[1].cpu().double()], [results[0]], rtol=rounding)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_softcaps_keep_small_logits_exact():
     """tanh(y) is y for small y: 1 - e^(-2y) would lose the digits."""

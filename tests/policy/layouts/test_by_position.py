@@ -130,6 +130,7 @@ def test_flash_attention_passes_the_check_of_the_first_use(flash_on_cpu):
     assert torch.equal(scores.logps_BT, alone.logps_BT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral_sliding"])
 def test_flex_attention_gives_the_log_probs_of_padded_rows(name, monkeypatch):
     monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention)  # not compiled

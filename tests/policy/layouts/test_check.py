@@ -276,6 +276,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_rounding_of_a_real_model_passes_and_planted_faults_do_not(smollm2, smollm2_path, precision):
     prepare, dtype = PRECISIONS[precision]
@@ -290,6 +291,7 @@ def test_rounding_of_a_real_model_passes_and_planted_faults_do_not(smollm2, smol
             assert not passes(model, batch, fault, dtype=dtype), fault.__name__
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_in_float32(smollm2, smollm2_path):
     model, batch = smollm2(), arithmetic(smollm2_path, 1, 0)
     assert passes(model, batch, dtype=torch.float32)
@@ -297,6 +299,7 @@ def test_planted_faults_are_found_in_float32(smollm2, smollm2_path):
         assert not passes(model, batch, fault, dtype=torch.float32), fault.__name__
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_the_layout_of_the_whole_real_model(smollm2, smollm2_path):
     model = under_autocast(smollm2(whole=True))
     with EmulatedProducts():

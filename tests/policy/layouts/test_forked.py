@@ -83,6 +83,7 @@ def test_values_and_gradients_are_those_of_each_row_alone(name):
     assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISION)
 def test_an_image_is_computed_once_and_its_tower_trained_the_same(name):
     """One length of a prompt has one image, none and one; another has two images."""
@@ -244,6 +245,7 @@ def test_a_compiled_model_is_padded_by_auto_and_refused_by_name(tmp_path):
         trainer(tmp_path, model=build(*STATES["qwen3_5"]), sequence_layout="forked", **compiled)
 
 
+@pytest.mark.slow
 def test_layers_that_fit_into_memory_are_kept_for_all_passes_together():
     model, batch = build(*STATES["qwen3_5"]), completions(LENGTHS)
     expected = values_and_gradients(model, batch, compute)
@@ -311,6 +313,7 @@ def test_truncated_distributions_and_the_temperature_are_those_of_each_row():
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_table_of_architectures_says_what_auto_takes():
     lines = (Path(__file__).parents[3] / "docs" / "models.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if re.search(r"\| \de-\d\d \|", line)]
@@ -427,6 +430,7 @@ def test_the_first_use_check_finds_a_state_that_is_not_continued(caplog):
     assert "sequence_layout='forked' does not reproduce" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_5", "gpt_oss"])
 def test_a_run_trains_as_the_padded_one(kind, tmp_path):
     def parameters(layout):

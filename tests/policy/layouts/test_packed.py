@@ -238,6 +238,8 @@ def test_keys_are_expanded_where_no_fused_kernel_takes_groups_of_heads(monkeypat
         torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.representative("packed gradients on threads")
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_order_of_threads():
     """Two threads add the gradients of 64 completions to the last token of their prompt."""
     model = transformers.LlamaForCausalLM(
