@@ -57,6 +57,7 @@ def test_tool_results_have_loss_mask_0(tmp_path: Path) -> None:
     assert any("tool" in decode(ids[mask.bool()]) for ids, mask in zip(tokens, real, strict=True))
 
 
+@pytest.mark.slow
 def test_rollouts_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, tools=[measure])
     (prompt,) = {len(ids) for ids in run.generate_rollouts(run.make_request([chats()[0]] * 4)).prompt_ids}

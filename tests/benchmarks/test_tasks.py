@@ -47,6 +47,7 @@ def test_held_out_questions_are_never_trained_on(task):
     assert train == [question.text for question in tasks.generated(task, 1000)]  # the same in every process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", tasks.REASONING_GYM)
 def test_tasks_of_reasoning_gym_have_integer_answers(task):
     if importlib.util.find_spec("reasoning_gym") is None:

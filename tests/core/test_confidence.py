@@ -121,7 +121,7 @@ def test_intervals_of_many_runs_are_those_of_each():
         assert gain_interval(differences[run], 4) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("prompts", [20, 50, 200])
+@pytest.mark.parametrize("prompts", [20, 50, pytest.param(200, marks=pytest.mark.slow)])
 def test_looking_at_every_evaluation_raises_few_false_alarms(prompts):
     """Runs without any change, of prompts that are solved often or seldom."""
     for chance in (uniform(2000, prompts, 0).square(), uniform(2000, prompts, 1) * 0.04):

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.distributed
 TIMEOUT = 200  # seconds
 
 
+@pytest.mark.representative("a rank receives only rows that it trains on")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_receives_at_most_the_rows_that_it_trains_on(tmp_path: Path, world_size: int) -> None:

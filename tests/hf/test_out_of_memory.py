@@ -51,6 +51,7 @@ def run(tmp_path, name, tokens=None, where="forward", **settings):
     return trained, full
 
 
+@pytest.mark.representative("an out-of-memory error changes no update")
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
@@ -77,6 +78,7 @@ class FullAtTheEnd(Full):
             self.fail()
 
 
+@pytest.mark.representative("an out-of-memory error in a later micro-batch")
 @pytest.mark.slow
 def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
     ample, _ = run(tmp_path, "ample")

@@ -832,6 +832,7 @@ def test_a_damaged_checkpoint_is_refused_or_skipped(
     _assert_same_weights(_weights(resumed), _weights_of(run_of_three / "checkpoint-3"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_manifest_is_resumed_with_one_warning(
     tmp_path: Path, run_of_three: Path, caplog: Any
 ) -> None:

@@ -64,6 +64,8 @@ def _run_pytest(source: Path, selection: tuple[str, ...], output: str) -> None:
         "--tb=line",
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
+        "-m",
+        "not slow or representative",  # what `make test` runs kills every edit
     ]
     code = pytest.main([*options, "-o", f"pythonpath={source} tests examples scripts", *selection])
     sys.stdout.flush()

@@ -46,6 +46,7 @@ def test_accuracy_and_what_it_logs_are_the_same(name):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 def test_cosine_scaled_accuracy_is_the_same():
     pytest.importorskip("math_verify")
     ids = [[1] * length for length in range(len(TEXTS) * len(GOLD))]

@@ -151,6 +151,7 @@ def test_an_observation_may_be_an_image(tmp_path):
     assert counts == [1 + len(row["images"]) for row in tiny.rows() for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_an_image_of_a_tool_fails_without_a_processor(tmp_path, caplog):
     from support.agent_runs import trainer as text_trainer
 

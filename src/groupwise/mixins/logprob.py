@@ -88,7 +88,7 @@ class LogprobMixin:
             completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
             group_ids_B=torch.tensor(groups, device=device),
-            old_logps_BT=padded_logps([None] * len(completions)),
+            old_logps_BT=torch.full(completion_ids_BT.shape, math.nan, device=device),
             # None without a separate sampler, which the loss would correct for.
             sampler_logps_BT=None
             if all(logps is None for logps in sampler_logps)

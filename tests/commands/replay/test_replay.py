@@ -565,6 +565,7 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_bundle_is_named_before_it_takes_memory(case, sound, tmp_path):
     name, change, message = DAMAGED[case]
