@@ -84,7 +84,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test that takes long without the mark "slow"; TEST_COSTS names a file for the times of all.
 
     Processor time, because machines are shared. A test that imports modules, or starts a process that later
-    tests use, is not judged: the time is theirs too.
+    tests use, is not judged: the time is theirs too. Nor are kernels in Triton's interpreter.
     """
     yield
     before, modules = item.stash[BEGUN]
@@ -93,7 +93,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if path := os.environ.get("TEST_COSTS"):
         with open(path, "a") as file:
             file.write(f"{seconds:.2f} {item.nodeid}\n")
-    shared = len(sys.modules) > modules or after.keys() - before.keys()
+    shared = len(sys.modules) > modules or after.keys() - before.keys() or "TRITON_INTERPRET" in os.environ
     if seconds > UNMARKED_SECONDS and not shared and "slow" not in item.keywords:
         pytest.fail(f"{seconds:.1f} s of processor time: mark the test with pytest.mark.slow", pytrace=False)
 

@@ -55,6 +55,9 @@ RIGHT = {
         transformers.Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+}
+#: Windows that are in the mask alone, and values that are narrower than keys.
+UNUSUAL = {
     "qwen2_moe_sliding": (
         transformers.Qwen2MoeConfig,
         {

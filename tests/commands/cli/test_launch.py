@@ -102,4 +102,4 @@ def test_help_lists_the_launch_options_and_starts_nothing(capsys):
         main(["train", "--num_processes", "2", "--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0 and shown.startswith("usage: groupwise train [flags]")
-    assert "--main_process_port" in shown and "groupwise train --config run.yaml" in shown
+    assert "--main_process_port" in shown and "groupwise train run.yaml" in shown

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.architectures import GEMMA2, RIGHT, SIZES, build, completions, values_and_gradients
+from support.architectures import GEMMA2, RIGHT, SIZES, UNUSUAL, build, completions, values_and_gradients
 from support.batches import packed
 from support.runs import trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,9 +54,9 @@ def assert_packed_equals_padded(model, batch, tolerance):
             assert (ours - theirs).abs().max() < tolerance * scale
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [*RIGHT, *UNUSUAL])
 def test_an_architecture_gives_its_own_log_probs_and_gradients(name):
-    model = build(*RIGHT[name])
+    model = build(*{**RIGHT, **UNUSUAL}[name])
     if name in ("mixtral", "qwen3_moe", "phimoe_sliding"):
         model.eval()  # routers may add noise in training
     # float32 with sums of up to 67 terms: 100 roundings of 6e-8
