@@ -89,6 +89,7 @@ def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
         assert (ours - theirs).abs().max() < 1e-6
 
 
+@pytest.mark.representative("windows after an out-of-memory error")
 @pytest.mark.slow
 def test_later_windows_start_with_the_smaller_size(tmp_path):
     _, full = run(tmp_path, "short", 30, max_steps=1)
