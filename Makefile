@@ -39,9 +39,13 @@ slow: $(VENV)/installed
 faults: $(VENV)/installed
 	PYTHONPATH=src:tests OMP_NUM_THREADS=1 $(PYTHON) -m support.faults $(ARGS)
 
-# Private symbols, decoding, layouts, adapters, resumed runs and examples with the oldest or the newest transformers.
+# Private symbols, decoding, layouts, adapters, what Trainer restores, the quickstart, with the oldest or the newest transformers.
 versions-%: $(VENV)/installed
 	scripts/compat.sh $(PYTHON) transformers-$*
+
+# The same with the newest torch too, in a fresh environment of what pip install gives, without vLLM.
+versions-torch-newest:
+	scripts/compat.sh $(PYTHON3) torch-newest
 
 # Rewrites what a test compares with the code: format, generated pages, public names.
 update: $(VENV)/installed

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-# After the installed packages: otherwise `import vllm` finds the script vllm.py of this folder.
+# After the installed packages, whose names no script here has.
 sys.path = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 sys.path += [str(HERE), str(HERE.parent / "examples")]
 

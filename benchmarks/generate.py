@@ -76,7 +76,8 @@ def plain(model: Any, prompts: list[list[int]], config: Any, lengths: list[int])
 def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[int]) -> list[int]:
     """Run ``generate`` with groupwise's loop and linear layers."""
     from groupwise.cpu.linear import prepacked_weights, replace_linears
-    from groupwise.generation.decoding import can_decode_groups, decode_groups
+    from groupwise.generation.decoding import decode_groups
+    from groupwise.generation.settings import can_decode_groups
 
     if not can_decode_groups(model, config):
         raise SystemExit("the loop does not take this model")

@@ -8,14 +8,11 @@
 #     benchmarks/gpu.sh steps     # whole steps beside TRL, where it is installed
 #     benchmarks/gpu.sh weights [--model NAME]
 #
-# The last sends weights to a vLLM server: over CUDA IPC to one on the same GPU, then over NCCL and as changed values
-# (sparse_nccl) if CUDA_VISIBLE_DEVICES names a second GPU for the server. Expected after the name of each transfer: five
+# The last sends weights to a vLLM server: over CUDA IPC to one on the same GPU, then over NCCL if
+# CUDA_VISIBLE_DEVICES names a second GPU for the server. Expected after the name of each transfer: five
 # log lines, the first with staleness 0 and sampling/sampling_logp_difference/mean of the size of bf16 rounding (below
 # 0.03), and train_runtime. vllm_weight_check compares all values after every transfer: "does not compute with the
-# trainer's weights" would name a tensor that arrived wrong. With sparse_nccl also one line "sent N of M values" per
-# transfer: N equal to M in the first, then 2 to 3 % of M for SmolLM2-135M (so on a CPU, in bf16 at this learning rate);
-# N equal to M in every line would mean that the weights were not compared with those sent before. None of this has run
-# yet.
+# trainer's weights" would name a tensor that arrived wrong. None of this has run yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case "${1:-}" in check | phases | steps | weights) ;; *)
@@ -65,15 +62,8 @@ fi
 model=$("$PYTHON" -c 'import smollm2
 print(smollm2.example_parser("", "").parse_known_args()[0].model)' "$@")
 port=8766
-for transfer in nccl sparse_nccl; do
-  echo "$transfer: trainer and server on a GPU each"
-  CUDA_VISIBLE_DEVICES=$second "$PYTHON" -m groupwise.cli vllm-serve --model "$model" --port "$port" \
-    --max_model_length 256 --weight_transfer "$transfer" &
-  server=$!
-  trap 'kill "$server"' EXIT
-  five_steps --model "$model" --server "http://127.0.0.1:$port"
-  kill "$server"
-  wait "$server" || true # its GPU memory is free
-  port=$((port + 1))
-done
-trap - EXIT
+echo "NCCL: trainer and server on a GPU each"
+CUDA_VISIBLE_DEVICES=$second "$PYTHON" -m groupwise.cli vllm-serve --model "$model" --port "$port" \
+  --max_model_length 256 --weight_transfer nccl &
+trap 'kill "$!"' EXIT
+five_steps --model "$model" --server "http://127.0.0.1:$port"

@@ -1,9 +1,11 @@
 """Compare the processor time of a step with its floor: the matrix products that no trainer can avoid.
 
 The floor has every distinct token once: linear layers of the prompts, of every decoding step with all rows,
-of one forward and two backward products in training; the output layer at completion tokens; one step of fused
-AdamW. Each product counts with its fastest time of `F.linear` and of packed weights. The work is that of
-`step_time.py` with completions of full length. Beside it: groupwise's step by phase, and TRL's as a whole.
+of one forward and two backward products in training; the output layer at completion tokens; attention's two
+products of queries with keys and of weights with values, in training their four backward products, too, a
+causal square by half; one step of fused AdamW. Each product counts with its fastest time of `F.linear` and of
+packed weights. The work is that of `step_time.py` with completions of full length. Beside it: groupwise's
+step by phase, and TRL's as a whole, both over the floor with and without attention.
 
 Other programs change processor time least. `--operators` adds the largest operators of one more step.
 
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +76,30 @@ def backward_seconds(shape: tuple[int, int], rows: int, dtype: Any) -> float:
     return for_inputs + processor_seconds(lambda: linear(gradient.t(), inputs.t()))
 
 
+def attention_seconds(
+    queries: int, keys: int, config: Any, dtype: Any, *, batch: int = 1, backward: bool = False
+) -> float:
+    """Return the time of attention's products in a layer: 2, or the 4 of the backward pass.
+
+    Args:
+        queries: tokens of a sequence of the batch, each with all query heads.
+        keys: tokens that each of them attends to.
+        batch: sequences, each with keys of its own.
+    """
+    import torch
+
+    groups, size = batch * config.num_key_value_heads, config.head_dim
+    rows = queries * config.num_attention_heads // config.num_key_value_heads  # those of a head of keys
+    query, key = torch.randn(groups, rows, size, dtype=dtype), torch.randn(groups, keys, size, dtype=dtype)
+    weights = torch.randn(groups, rows, keys, dtype=dtype)
+    scores = processor_seconds(lambda: torch.bmm(query, key.mT))
+    values = processor_seconds(lambda: torch.bmm(weights, key))
+    if not backward:
+        return scores + values
+    # As scores: the gradient of the weights. As values: that of the queries. Twice: those of keys and values.
+    return scores + values + 2 * processor_seconds(lambda: torch.bmm(weights.mT, query))
+
+
 def measure_floor(options: argparse.Namespace) -> dict[str, float]:
     """Return processor seconds of the floor by phase."""
     import torch
@@ -102,6 +129,20 @@ def measure_floor(options: argparse.Namespace) -> dict[str, float]:
         "training, backward": layers(backward_seconds, tokens)
         + chunks * backward_seconds(head, CHUNK, dtype),
     }
+    attention = partial(attention_seconds, config=model.config, dtype=dtype)
+    # Decoding: a group's rows to their prompt, and each row to half of a whole completion.
+    seconds = (steps - 1) * (
+        attention(8, max(lengths), batch=case["prompts"]) + attention(1, steps // 2, batch=rows)
+    )
+    seconds += sum(attention(length, length) / 2 for length in lengths)  # prefill
+    for backward in (False, True):  # prompts to themselves, a group to its prompt, completions to themselves
+        seconds += sum(
+            attention(length, length, backward=backward) / 2
+            + attention(8 * steps, length, backward=backward)
+            + attention(steps, steps, batch=8, backward=backward) / 2
+            for length in lengths
+        )
+    floor["attention"] = model.config.num_hidden_layers * seconds
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     floor["optimizer"] = processor_seconds(torch.optim.AdamW(model.parameters(), fused=True).step)
@@ -183,15 +224,17 @@ def main() -> None:
         "floor": measure_in_process(__file__, "floor", *arguments),
     }
     total = sum(results["floor"].values())
+    without = total - results["floor"]["attention"]
     print(
-        f"floor {total:.2f} s:",
+        f"floor {total:.2f} s, {without:.2f} without attention:",
         {name: round(value, 2) for name, value in results["floor"].items()},
         flush=True,
     )
     for library in options.libraries:
         results[library] = measured = measure_in_process(__file__, library, *arguments)
-        measured["over_floor"] = [round(seconds / total, 3) for seconds in measured["seconds"]]
-        print(f"{library} {measured['seconds']} s, over the floor {measured['over_floor']}", flush=True)
+        for name, floor in (("over_floor", total), ("over_floor_without_attention", without)):
+            measured[name] = [round(seconds / floor, 3) for seconds in measured["seconds"]]
+            print(f"{library} {measured['seconds']} s, {name} {measured[name]}", flush=True)
         for name, value in {**measured["phases"], **measured["operators"]}.items():
             print(f"  {name:30} {value}")
         output = options.output or f"roofline_{options.case}_{options.precision}"

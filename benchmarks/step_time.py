@@ -12,6 +12,7 @@ and the next round starts with the next candidate.
     python benchmarks/step_time.py --case short --base ../another-clone  # beside another commit of groupwise
     python benchmarks/step_time.py --case long --model qwen3_5 --padded  # beside padded rows and ``generate``
     python benchmarks/step_time.py --case long --model qwen2_5_vl --padded  # with an image of 1,024 tokens
+    python benchmarks/step_time.py --case long --model experts --lengths full  # and without balancing loss
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from machine import commit
 if TYPE_CHECKING:
     from datasets import Dataset
 
-LIBRARIES = ("trl", "groupwise", "padded")
+LIBRARIES = ("trl", "groupwise", "padded", "unbalanced")
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 WORDS = (
     "The quick brown fox jumps over the lazy dog while seven wizards mix a strong potion in the dark cellar. "
@@ -58,6 +59,24 @@ QWEN3_5 = {
 }
 
 
+#: Mixture of 16 experts, of which a token uses 4, with the vocabulary of SmolLM2 and random weights.
+EXPERTS = {
+    "vocab_size": 49152,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
 def make_model(name: str) -> Any:
     """Return SmolLM2-135M-Instruct as a directory, or a model of random weights."""
     from smollm2 import local_model
@@ -65,9 +84,11 @@ def make_model(name: str) -> Any:
     if name == "smollm2":
         return str(local_model())
     import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
+    if name == "experts":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
     if name == "qwen2_5_vl":
         import forked
 
@@ -200,6 +221,8 @@ def run_worker(library: str, options: argparse.Namespace) -> None:
     )
     if library == "padded":
         settings |= {"sequence_layout": "padded", "cache_implementation": "dynamic"}  # transformers' own loop
+    if library == "unbalanced":
+        settings["router_aux_loss_coef"] = 0.0
     if not isinstance(model, str):
         del settings["model_init_kwargs"]
     dataset = (
@@ -239,7 +262,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("natural", "full"), default="natural")
     parser.add_argument("--rows", type=int, help="rows of a micro-batch; default: all rows of a step in one")
     parser.add_argument("--base", type=Path, help="another checkout of groupwise, measured beside this one")
-    parser.add_argument("--model", choices=("smollm2", "qwen3_5", "qwen2_5_vl"), default="smollm2")
+    parser.add_argument("--model", choices=("smollm2", "qwen3_5", "qwen2_5_vl", "experts"), default="smollm2")
     parser.add_argument("--padded", action="store_true", help="groupwise with padded rows and generate, too")
     add_precision(parser)
     parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
@@ -253,6 +276,8 @@ def main() -> None:
     arguments = [f"--{name}={value}" for name, value in values.items() if value is not None]
     # Candidate: library, and the sources that its process imports groupwise from.
     candidates = {library: (library, SOURCES) for library in LIBRARIES[: 3 if options.padded else 2]}
+    if options.model == "experts":
+        candidates["unbalanced"] = ("unbalanced", SOURCES)
     if options.base:
         candidates["base"] = ("groupwise", options.base.resolve() / "src")
     runs: dict[str, list[dict]] = {name: [] for name in candidates}

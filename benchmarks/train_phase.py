@@ -178,10 +178,9 @@ def measure_trainer(method: str, spec: Spec) -> dict[str, Any]:
 
 
 def measure_floor(spec: Spec) -> dict[str, Any]:
-    """Load the bare model; on a CPU with groupwise's linear layers and checkpoints."""
+    """Load the bare model; on a CPU with groupwise's linear layers."""
     import torch
 
-    from groupwise.cpu import save_matmul_outputs
     from groupwise.cpu.linear import replace_linears
     from groupwise.policy.heads.capture import LogprobHead, forward_logprobs
 
@@ -194,7 +193,6 @@ def measure_floor(spec: Spec) -> dict[str, Any]:
     if spec.device == "cpu":
         replace_linears(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    save_matmul_outputs(model)
     model.train()
     meter = Meter(spec.device)
     vocabulary = model.config.vocab_size

@@ -3,15 +3,72 @@
 from __future__ import annotations
 
 import html
+import posixpath
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files outside ``docs/`` by their text; the site does not have those files."""
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Add the files outside ``docs/`` that pages link: Markdown as pages, others as plain text."""
+    waiting = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    while waiting:
+        page, text = waiting.pop()
+        for path in _linked(page, text):
+            uri = _uri(path)
+            if uri is None or path.startswith("docs/") or files.get_file_from_path(uri):
+                continue
+            content = (ROOT / path).read_text()
+            if path.endswith(".md"):
+                waiting.append((path, content))
+                content = "---\nsearch: {exclude: true}\n---\n\n" + _with_links(
+                    content, path, config.repo_url
+                )
+            files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Lead links to files outside ``docs/`` to their copies in the site."""
+    if page.file.src_uri.startswith("source/"):  # done in on_files
+        return markdown
+    return _with_links(markdown, f"docs/{page.file.src_uri}", config.repo_url)
+
+
+def _linked(page: str, text: str) -> Iterator[str]:
+    """Yield the paths in the repository to which a page links."""
+    for found in LINK.finditer(text):
+        yield posixpath.normpath(posixpath.join(posixpath.dirname(page), found[1]))
+
+
+def _uri(path: str) -> str | None:
+    """Return the place in the site of a path of the repository; None for folders."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if not (ROOT / path).is_file():
+        return None
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.txt"
+
+
+def _with_links(text: str, page: str, repository: str) -> str:
+    """Return the text of a page of the repository with links for the site; folders are in the repository."""
+    own = _uri(page) or ""
+
+    def link(found: re.Match[str]) -> str:
+        path = next(_linked(page, f"]({found[1]})"))
+        uri = _uri(path)
+        if uri is None:
+            return f"{repository}/tree/main/{path}"
+        return posixpath.relpath(uri, posixpath.dirname(own) or ".") + (found[2] or "")
+
+    return LINK.sub(link, text)
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -110,11 +110,13 @@ def pipeline() -> str:
     return picture.svg()
 
 
-def wordmark(ink: str) -> str:
-    """Draw the name beside a group of rewards around its mean."""
+def wordmark(ink: str, *, name: bool = True) -> str:
+    """Draw a group of rewards around its mean, and the name beside it."""
+    width = 330 if name else 80
     bars = [(0, 30, COMPLETION), (1, 14, COMPLETION), (2, -24, PROMPT), (3, -12, PROMPT)]
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 330 76" width="330" height="76" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 76" width="{width}" height="76" '
+        'role="img">',
         "<title>groupwise</title>",
     ]
     for number, height, fill in bars:
@@ -124,9 +126,12 @@ def wordmark(ink: str) -> str:
         )
     parts += [
         f'<line x1="2" y1="38" x2="78" y2="38" stroke="{ink}" stroke-width="2.5" stroke-linecap="round"/>',
-        f'<text x="92" y="52" fill="{ink}" font-family="system-ui, DejaVu Sans, sans-serif" font-size="44" '
-        'font-weight="600" letter-spacing="-1" textLength="230">groupwise</text>',
     ]
+    if name:
+        parts.append(
+            f'<text x="92" y="52" fill="{ink}" font-family="system-ui, DejaVu Sans, sans-serif" '
+            'font-size="44" font-weight="600" letter-spacing="-1" textLength="230">groupwise</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -414,7 +419,8 @@ def terminal() -> str:
             console.print(completions_grid({**columns, **texts}, f"completions, step {log['step']}"))
     # Without the fonts of another server.
     layout = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title="make quickstart", code_format=layout, unique_id="terminal")
+    title = f"make quickstart ARGS=--max_steps={run['max_steps']}"
+    return console.export_svg(title=title, code_format=layout, unique_id="terminal")
 
 
 def images() -> dict[Path, str]:
@@ -430,6 +436,7 @@ def images() -> dict[Path, str]:
     pictures |= {
         IMAGES / f"wordmark{end}.svg": wordmark(ink) for end, ink in (("", INK), ("_dark", LIGHT_INK))
     }
+    pictures[IMAGES / "logo.svg"] = wordmark(LIGHT_INK, name=False)
     pictures[IMAGES / "learning_curve.svg"] = learning_curve(recorded_curves())
     pictures[IMAGES / "recipes.svg"] = recipe_curves()
     pictures[IMAGES / "lora.svg"] = adapter_curves()

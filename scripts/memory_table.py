@@ -38,7 +38,7 @@ def memory_section() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, shape in SHAPES.items():
-        total, quantizable, adapter = parameter_counts(*shape)
+        total, quantizable, adapter = parameter_counts(make_config(*shape))
         trained = 4 * adapter * 4  # float32: weights, gradients and two AdamW states
         four_bits = NF4_BYTES * quantizable + 2 * (total - quantizable)
         sizes = (4 * total * 4, 4 * total + trained, 2 * total + trained, four_bits + trained)
@@ -47,7 +47,7 @@ def memory_section() -> str:
     return "\n".join(lines)
 
 
-def parameter_counts(
+def make_config(
     kind: type[PretrainedConfig],
     hidden: int,
     intermediate: int,
@@ -56,9 +56,9 @@ def parameter_counts(
     kv_heads: int,
     vocabulary: int,
     tied: bool,
-) -> tuple[int, int, int]:
-    """Return the numbers of all parameters, of those that 4 bits store, and of the adapter's."""
-    config = kind(
+) -> PretrainedConfig:
+    """Return the configuration of a row of ``SHAPES``."""
+    return kind(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -67,6 +67,10 @@ def parameter_counts(
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
     )
+
+
+def parameter_counts(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Return the numbers of all parameters, of those that 4 bits store, and of the adapter's."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         total = sum(parameter.numel() for parameter in model.parameters())

@@ -85,6 +85,10 @@ ADVANTAGES = {
         "step rewards are added to their own token as they are, for on-policy distillation "
         "(`get_distillation_reward`)",
     ),
+    "turn_level": (
+        r"\frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r) + 10^{-4}}",
+        "as `group_mean`; the reward of a [turn](rewards.md#rewards-per-turn) goes to its own tokens alone",
+    ),
     "maxrl": (
         r"\frac{r_i - \mathrm{mean}(r)}{\mathrm{mean}(r)}",
         "MaxRL, arXiv 2602.02710; 0 if the mean is 0, and `scale_rewards` has no effect",

@@ -94,16 +94,17 @@ INTRODUCTION = """\
 Recipes of papers on group-relative policy optimization: a configuration, or at most 15 lines on the
 [registries](extending.md). Each is a file of `examples/papers`. A test runs the file and compares loss and
 gradient, from rewards to log-probs, with the equation below as a loop over plain float64 numbers, to a
-relative error of 1e-9: several groups, completions of different lengths, tool tokens, truncated
+relative error of 1e-9. Its data have several groups, completions of different lengths, tool tokens, truncated
 completions, two micro-batches, on-policy and off-policy.
 
 Equations are losses, to be minimised, in the notation of [Objectives](objectives.md): $N$ completions $o_i$
-of $P$ prompts, $G$ for each; $\\lvert o_i\\rvert$ loss tokens; reward $r_i$, advantage $A_i$; $\\rho_{it}$
-the ratio of the current to the old policy for token $t$; sg stops the gradient. Where no advantage is given
-it is GRPO's. Mean and standard deviation are those of the group, the latter with divisor $G - 1$ and plus
-$10^{-4}$, as in TRL. Settings that a file does not mention have the [defaults](configuration.md) of the
-library. A source says where the equation stands in the paper, or which code it was compared with. Recipes
-that register an advantage expect a number from every reward function.
+of $P$ prompts, $G$ for each. $\\lvert o_i\\rvert$ are the loss tokens, $r_i$ the reward, $A_i$ the advantage.
+$\\rho_{it}$ is the ratio of the current to the old policy for token $t$; sg stops the gradient. Where no
+advantage is given it is GRPO's. Mean and standard deviation are those of the group, the latter with divisor
+$G - 1$ and plus $10^{-4}$, as in TRL. Settings that a file does not mention have the
+[defaults](configuration.md) of the library. A source says where the equation stands in the paper,
+or which code it was compared with. Recipes that register an advantage expect a number from every
+reward function.
 """
 
 TRL_INTRODUCTION = """\

@@ -29,7 +29,6 @@ CHAPTERS = (
             "generation/transformers_backend.py",
             "generation/decoding.py",
             "generation/growing_cache.py",
-            "generation/truncation.py",
         ),
     ),
     (
@@ -63,7 +62,6 @@ CHAPTERS = (
         "Exact counts over the accumulation window; rows without a gradient are not computed.",
         (
             "core/weights.py",
-            "core/masks.py",
             "data/window.py",
             "data/budget.py",
             "data/rebalancing.py",
@@ -77,7 +75,6 @@ CHAPTERS = (
             "core/objectives.py",
             "core/surrogates.py",
             "core/ratios.py",
-            "core/corrections.py",
             "core/kl.py",
             "core/entropy.py",
         ),

@@ -2,16 +2,22 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py adapters --seeds 0
     OMP_NUM_THREADS=1 PYTHONPATH=src:examples python scripts/record_runs.py first --seeds 0 1 2 --names README
+    python scripts/record_runs.py installation --directory /tmp/fresh
     PYTHONPATH=src python scripts/record_runs.py quickstart --directory build
     PYTHONPATH=src python scripts/record_runs.py accuracies --seeds 0 1 2
+    PYTHONPATH=src:examples python scripts/record_runs.py notebook
+    OMP_NUM_THREADS=1 PYTHONPATH=src:benchmarks python scripts/record_runs.py sources
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
 ``first`` runs the first block of pages, and ``examples/vlm.py``, and keeps what they print, their rewards,
 and a completion of the first and of the last step;
-``quickstart`` runs ``examples/quickstart.py`` and keeps its logs, completions of one log, and a picture
-of its report (with Chromium); ``accuracies`` runs it with every seed, sampling with transformers and with
-vLLM. All write to ``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read
-the files.
+``installation`` clones this repository, makes the environment of the quickstart, and keeps time and size;
+``quickstart`` runs ``examples/quickstart.py`` and keeps its time, memory and disk, its logs, completions of
+one log, and a picture of its report (with Chromium); ``accuracies`` runs it with every seed, sampling with
+transformers and with vLLM; ``notebook`` executes the notebook of ``examples/`` and keeps its outputs in it
+(with nbclient and ipykernel); ``sources`` trains the random model of ``benchmarks/prompt_filter.py`` on a
+mixture and draws the charts by source of its report (with Chromium). The others write to
+``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read the files.
 """
 
 from __future__ import annotations
@@ -34,8 +40,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ADAPTERS, FIRST = RESULTS / "adapters.json", RESULTS / "first_runs.json"
+INSTALLATION = RESULTS / "installation.json"
 QUICKSTART, ACCURACIES = RESULTS / "quickstart.json", RESULTS / "quickstart_accuracies.json"
+NOTEBOOK = ROOT / "examples" / "notebooks" / "grpo_in_30_minutes.ipynb"
 REPORT = ROOT / "docs" / "images" / "report.png"
+SOURCES = ROOT / "docs" / "images" / "sources.png"
 #: Pages whose first block is a run that learns; the page of images shows that of an example.
 FIRST_PAGES = {
     "README": ROOT / "README.md",
@@ -194,53 +203,108 @@ def run_first(name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def record_quickstart(directory: Path | None, steps: int = STEPS) -> None:
-    """Run the quickstart; keep its logs, completions of a log in the middle, and a picture of its report.
+def record_installation(directory: Path | None) -> None:
+    """Clone the repository and make the environment of the quickstart, as its first lines of README do."""
+    with tempfile.TemporaryDirectory() as folder:
+        clone = (directory or Path(folder)) / "groupwise"
+        started, start = {**conditions(), "load": os.getloadavg()[0]}, time.perf_counter()
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run(["make", ".venv/quickstart"], cwd=clone, env=environment, check=True)
+        seconds = round(time.perf_counter() - start, 1)
+        record = {"seconds": seconds, "bytes": bytes_of(clone / ".venv"), "conditions": started}
+        INSTALLATION.write_text(json.dumps(record, indent=1) + "\n")
+        print(record)
 
-    A run that ``directory`` contains already is not repeated: only the picture is drawn again.
+
+def bytes_of(directory: Path) -> int:
+    """Return the disk space of all files below a directory; links are not followed."""
+    files = {(stat.st_ino, stat.st_blocks * 512) for path in directory.rglob("*") if (stat := path.lstat())}
+    return sum(size for _, size in files)
+
+
+def record_quickstart(directory: Path | None, steps: int = STEPS // 2) -> None:
+    """Run half of the quickstart; keep its logs, completions of one log, and a picture of its report.
+
+    The machine need not be idle for longer than three minutes.
+    A run that ``directory`` contains already is not repeated: only its file and the picture are made again.
     """
     import pandas
 
-    started = conditions()
     with tempfile.TemporaryDirectory() as folder:
         output = (directory or Path(folder)) / "quickstart-output"
-        if (output / "report.html").exists():
-            return picture(output)
-        command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", str(output)]
-        subprocess.run([*command, "--max_steps", str(steps)], check=True, env={**os.environ, "CI": "1"})
+        measured = output / "measured.json"
+        if not measured.exists():
+            started = {**conditions(), "load": os.getloadavg()[0]}  # processes that ran in the minute before
+            command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--output_dir", str(output)]
+            start = time.perf_counter()
+            subprocess.run([*command, "--max_steps", str(steps)], check=True, env={**os.environ, "CI": "1"})
+            cost = {
+                "seconds": round(time.perf_counter() - start, 1),
+                "peak_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+                "output_bytes": bytes_of(output),
+            }
+            measured.write_text(json.dumps({"max_steps": steps, "conditions": started, **cost}))
         lines = (output / "metrics.jsonl").read_text().splitlines()
         logs = [log for log in map(json.loads, lines) if "reward" in log]
         path = sorted((output / "completions").glob("*.parquet"))[len(logs) // 2]
         rows = json.loads(pandas.read_parquet(path).to_json(orient="records"))
-        QUICKSTART.write_text(
-            json.dumps(
-                {
-                    "max_steps": steps,
-                    "conditions": started,
-                    "logs": [
-                        {key: round(v, 4) if isinstance(v, float) else v for key, v in log.items()}
-                        for log in logs
-                    ],
-                    "completions": rows[:: len(rows) // 2],
-                },
-                indent=1,
-            )
-            + "\n"
-        )
-        picture(output)
+        record = {
+            **json.loads(measured.read_text()),
+            "sentence": picture(output),
+            "logs": [
+                {key: round(v, 4) if isinstance(v, float) else v for key, v in log.items()} for log in logs
+            ],
+            "completions": rows[:: len(rows) // 2],
+        }
+        QUICKSTART.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def picture(output: Path) -> None:
-    """Draw the beginning of the report of a run, as a browser shows it."""
+def picture(output: Path) -> str:
+    """Draw the beginning of the report of a run, as a browser shows it, and return its first sentence.
+
+    The picture has the sentence as its description too, which a test reads.
+    """
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
     from groupwise import write_report
 
-    if browser := shutil.which("chromium"):
-        page = f"file://{write_report([output]).resolve()}"
-        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1100"]
-        subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
-        Image.open(REPORT).convert("RGB").quantize(128).save(REPORT, optimize=True)
+    browser = shutil.which("chromium")
+    assert browser, "the picture of the report needs chromium"
+    page = f"file://{write_report([output]).resolve()}"
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1100"]
+    subprocess.run([browser, *options, f"--screenshot={REPORT}", page], check=True)
+    shown = subprocess.run(
+        [browser, *options, "--dump-dom", page], check=True, capture_output=True, text=True
+    )
+    text = re.sub(r"<(script|style)\b.*?</\1>|<[^>]+>", "", shown.stdout, flags=re.DOTALL)
+    (sentence,) = re.findall(r"Held-out reward \w+ .*? minutes\)", text)
+    described = PngInfo()
+    described.add_text("Description", sentence)
+    Image.open(REPORT).convert("RGB").quantize(128).save(REPORT, optimize=True, pnginfo=described)
+    return str(sentence)
+
+
+def record_sources(steps: int = 120) -> None:
+    """Train on a mixture of two sources, and draw the charts of its report that have a line for each."""
+    from datasets import Dataset
+    from PIL import Image
+    from prompt_filter import TRAIN, WORDS, correct, model, rows, settings, tokenizer
+
+    from groupwise import GRPOConfig, GRPOTrainer, write_report
+
+    words = Dataset.from_list([{"prompt": word, "answer": word} for word in WORDS])
+    with tempfile.TemporaryDirectory() as folder:
+        given = {**settings("all", 0, steps), "eval_strategy": "no", "eval_on_start": False}
+        config = GRPOConfig(folder, **given, dataset_weights={"one word": 1, "two words": 2})
+        mixture = {"one word": words, "two words": rows(TRAIN)}
+        GRPOTrainer(model(0), correct, config, mixture, processing_class=tokenizer()).train()
+        page = f"file://{write_report([folder]).resolve()}"
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,3000"]
+        subprocess.run(["chromium", *options, f"--screenshot={SOURCES}", page], check=True)
+        part = Image.open(SOURCES).convert("RGB").crop((0, 1800, 1000, 2455))  # the section "By source"
+        part.quantize(64).save(SOURCES, optimize=True)
 
 
 def record_accuracies(seeds: list[int]) -> None:
@@ -261,11 +325,38 @@ def record_accuracies(seeds: list[int]) -> None:
             ACCURACIES.write_text(json.dumps(runs, indent=1) + "\n")
 
 
+def record_notebook() -> None:
+    """Execute the notebook with the local copy of its model; keep its outputs, without progress bars."""
+    import nbformat
+    from nbclient import NotebookClient
+    from smollm2 import local_model
+
+    name, local = "HuggingFaceTB/SmolLM2-135M-Instruct", str(local_model())
+    notebook = nbformat.reads(NOTEBOOK.read_text().replace(name, local), 4)
+    with tempfile.TemporaryDirectory() as directory:
+        client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": directory}})
+        client.execute()
+    for cell in notebook.cells:
+        cell.metadata = {}
+        cell.source = cell.source.replace(local, name)
+        if cell.cell_type == "code":
+            kept = [out for out in cell.outputs if out.get("name") != "stderr"]
+            cell.outputs = [out for out in kept if not _is_widget(out)]
+    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False).replace(local, name) + "\n")
+
+
+def _is_widget(output: Any) -> bool:
+    return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["adapters", "first", "quickstart", "accuracies"])
+    parser.add_argument(
+        "what",
+        choices=["adapters", "first", "installation", "quickstart", "accuracies", "notebook", "sources"],
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--names", nargs="+", help="of adapters or of first runs; default: all")
     parser.add_argument("--directory", type=Path, help="for the output of the quickstart; default: temporary")
@@ -274,6 +365,12 @@ def main() -> None:
         record_adapters(options.seeds, options.names or list(SETTINGS))
     elif options.what == "quickstart":
         record_quickstart(options.directory)
+    elif options.what == "installation":
+        record_installation(options.directory)
+    elif options.what == "notebook":
+        record_notebook()
+    elif options.what == "sources":
+        record_sources()
     elif options.what == "accuracies":
         record_accuracies(options.seeds)
     else:

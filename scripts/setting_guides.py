@@ -30,14 +30,16 @@ EXPLICIT = {
     "ds3_gather_for_generation": "distributed",
     "chat_template_kwargs": "data",
     "remove_unused_columns": "data",
+    "metrics_by": "data",
     "temperature": "recipes",
 }
 #: Settings that the ``GRPOConfig`` of TRL 1.16.0 lacks; it has the others under their names here.
 _NOT_IN_TRL = """
-activation_memory_fraction advantage_baseline dynamic_sampling dynamic_sampling_max_rounds
+activation_memory_fraction advantage_baseline dataset_weights dynamic_sampling dynamic_sampling_max_rounds
 eval_generation_kwargs eval_max_samples eval_pass_at_k eval_pass_threshold hub_include kl_estimator
 kl_in_reward logprob_head logprob_mismatch_check logprob_mismatch_steps loss_kwargs
-max_prompt_length reward_on_error reward_timeout rollout_credit
+max_prompt_length metrics_by prompt_filter reward_on_error reward_timeout rollout_credit
+router_aux_loss_scope router_replay
 rollout_func_importance_sampling_correction rollout_on_error rollout_retries rollout_staleness
 save_rollouts sequence_layout skip_zero_advantage terminal_metrics tool_timeout use_liger_loss
 vllm_engine_kwargs vllm_guided_decoding_regex vllm_weight_check wandb_log_unique_prompts

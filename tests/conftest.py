@@ -56,6 +56,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 #: Most processor time of a test without the mark "slow", in seconds. Tests above half of it have the mark.
 UNMARKED_SECONDS = 1.0
+UNMARKED = "seconds without the mark"
 
 
 def processor_seconds() -> dict[int, float]:
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that takes long without the mark "slow"; TEST_COSTS names a file for the times of all.
+    """Note a test that takes long without the mark "slow"; TEST_COSTS names a file for the times of all.
 
     Processor time, because machines are shared. A test that imports modules, or starts a process that later
     tests use, is not judged: the time is theirs too. Nor are kernels in Triton's interpreter.
@@ -95,7 +96,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             file.write(f"{seconds:.2f} {item.nodeid}\n")
     shared = len(sys.modules) > modules or after.keys() - before.keys() or "TRITON_INTERPRET" in os.environ
     if seconds > UNMARKED_SECONDS and not shared and "slow" not in item.keywords:
-        pytest.fail(f"{seconds:.1f} s of processor time: mark the test with pytest.mark.slow", pytrace=False)
+        item.user_properties.append((UNMARKED, seconds))  # travels to the summary with the test's report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests that need the mark: a line, not a failure, as processors differ."""
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if getattr(report, "when", "") == "call" and (seconds := dict(report.user_properties).get(UNMARKED)):
+            terminalreporter.write_line(f"{seconds:.1f} s: mark with pytest.mark.slow: {report.nodeid}")
 
 
 #: Memory that a test with a vLLM engine needs beside its imports: two engines with a cache of 2 GB, in bytes.
@@ -137,7 +145,7 @@ def registrations_end_with_their_test():
     from groupwise.core.weights import NORMALIZERS
 
     registries = [OBJECTIVES, NORMALIZERS, ADVANTAGES, AGGREGATIONS]
-    if backends := sys.modules.get("groupwise.generation.base"):  # slow to import for tests of core/
+    if backends := sys.modules.get("groupwise.generation.backends"):  # slow to import for tests of core/
         registries.append(backends.BACKENDS)
     before = [dict(registry._entries) for registry in registries]
     yield

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
         RewardError,
         TrainingError,
     )
-    from groupwise.generation.base import GenerationBackend, register_backend
+    from groupwise.generation.backends import register_backend
+    from groupwise.generation.base import GenerationBackend
     from groupwise.records import (
         Completion,
         Experience,
@@ -52,7 +53,7 @@ _MODULES = {
     "register_objective": "core.objectives",
     "register_advantage": "core.advantages",
     "register_aggregation": "core.advantages",
-    "register_backend": "generation.base",
+    "register_backend": "generation.backends",
     "GenerationBackend": "generation.base",
     "Completion": "records",
     "SamplingOptions": "records",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -14,10 +15,12 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 
 from groupwise.compat.torch import process_group_store
 from groupwise.compat.transformers import is_fsdp_managed, is_zero3_enabled
-from groupwise.errors import ConfigError, GroupwiseError, TrainingError
+from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -144,3 +147,34 @@ class RankStages:
         ranks = sorted(zip(self.others, found, strict=False), key=lambda pair: pair[1].decode() == mine)
         others = "; ".join(f"rank {rank}: {stage.decode()}" for rank, stage in ranks[:8]) or "no answer"
         return " ".join(f"rank {self.rank} {self.stage}. Others: {others}".split())
+
+
+def check_groups(
+    digests_N2: Sequence[tuple[int, int | None]], num_generations: int, rows_per_rank: int
+) -> None:
+    """Check that the completions of a group have one prompt, from digests of all ranks.
+
+    Args:
+        digests_N2: of the prompt in the dataset, and of the prompt in the rollout; None: it is dropped.
+
+    Raises:
+        TrainingError: the ranks read different data.
+    """
+    for first in range(0, len(digests_N2), num_generations):
+        group = digests_N2[first : first + num_generations]
+        rank = first // rows_per_rank
+        for row, (given, _) in enumerate(group, start=first):
+            if given != group[0][0] and row // rows_per_rank != rank:
+                raise TrainingError(
+                    f"row {row % rows_per_rank} of rank {row // rows_per_rank} has another prompt than row "
+                    f"{first % rows_per_rank} of rank {rank}, which is of the same group: the ranks read "
+                    "different data; every rank needs the same rows in the same order (a seed for shuffle(), "
+                    "the same files)"
+                )
+        if len({prompt for _, prompt in group} - {None}) > 1:
+            warn_once(
+                logger,
+                "rollouts of a group have different prompts, although their advantages compare them: reset "
+                "of an environment, or an override of generate_rollouts, changes them; choose the task by "
+                "columns of the row, such as seed, which the group shares",
+            )

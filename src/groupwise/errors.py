@@ -210,3 +210,20 @@ def nearest_name(name: str, options: Iterable[str], cutoff: float = 0) -> str:
     """
     by_lower = {option.lower(): option for option in options}
     return next((by_lower[near] for near in difflib.get_close_matches(name.lower(), by_lower, 1, cutoff)), "")
+
+
+def check_counts(source: str, num_rows: int, **counts: int) -> None:
+    """Check that generation returned one entry per row.
+
+    Args:
+        source: the code that returned them.
+        counts: number of entries by what they are.
+
+    Raises:
+        ConfigError: with all numbers.
+    """
+    if any(count != num_rows for count in counts.values()):
+        given = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise ConfigError(
+            f"{source} returned {given} for {num_rows} rows; it must return one of each per row"
+        )

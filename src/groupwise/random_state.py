@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,12 @@ class DrawnFrom(TorchFunctionMode):
             drawn.append(self.generator.sample(left_RV).unsqueeze(1))
             left_RV = left_RV.scatter(1, drawn[-1], 0.0)
         return torch.cat(drawn, dim=1)
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a seed that depends on all parts: 62 bits, so that with a row added it is a signed integer."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") >> 2
 
 
 def get_state() -> tuple[Any, ...]:

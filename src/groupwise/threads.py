@@ -185,17 +185,19 @@ class EventLoop:
     ) -> None:
         self.name, self.closed_error, self.closed, self._is_stopped = name, closed_error, False, False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Schedule a coroutine; returns its future for other threads."""
         if self.closed:
             coroutine.close()
             raise self.closed_error()
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            start_thread(functools.partial(self._run, self._loop), self.name)
-        grad = torch.is_grad_enabled()
-        return asyncio.run_coroutine_threadsafe(self._until_closed(coroutine, grad), self._loop)
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                start_thread(functools.partial(self._run, self._loop), self.name)
+            loop = self._loop
+        return asyncio.run_coroutine_threadsafe(self._until_closed(coroutine, torch.is_grad_enabled()), loop)
 
     def abandon(self) -> None:
         """Leave a loop that a function blocks: later coroutines get a new one."""
@@ -252,6 +254,11 @@ def thread_safe(function: F) -> F:
 def is_concurrent(function: Callable[..., object]) -> bool:
     """Return True for async functions and those marked with :func:`thread_safe`."""
     return is_async(function) or getattr(_unwrapped(function), _MARKER, False) is True
+
+
+def function_name(function: Callable[..., object]) -> str:
+    """Return the name of a function, also of a partial of it; of another object that of its class."""
+    return getattr(_unwrapped(function), "__name__", type(function).__name__)
 
 
 def _unwrapped(function: Any) -> Any:
@@ -372,11 +379,13 @@ class CallExecutor:
             )
             self.loop.abandon()
         for future in unfinished:
-            self._give_up(future, TimeLimitError(limit, self.limited_by))
+            self.give_up(future, TimeLimitError(limit, self.limited_by))
         return True
 
-    def _give_up(self, future: Future[Any], error: TimeLimitError) -> None:
-        """Fail a call that continues in the background."""
+    def give_up(self, future: Future[Any], error: Exception) -> None:
+        """Fail a call that continues in the background, unless it is done."""
+        if future.done():
+            return
         owner = getattr(future, "owner", None)
         if owner is not None:
             self.unfinished[id(owner)] = owner
@@ -389,8 +398,7 @@ class CallExecutor:
             self.wait_for_next([future])
             return
         try:
-            name = getattr(_unwrapped(function), "__name__", type(function).__name__)
-            with keep_grad_mode(f"the function {name!r} of a tool or environment"):
+            with keep_grad_mode(f"the function {function_name(function)!r} of a tool or environment"):
                 result = function() if timeout is None else interrupted(function, timeout, self.limited_by)
             future.set_result(result)
         except BaseException as problem:
@@ -409,7 +417,7 @@ class CallExecutor:
                     try:
                         settle(future, await await_call(function, self.timeout, self.limited_by))
                     except TimeLimitError as problem:
-                        self._give_up(future, problem)
+                        self.give_up(future, problem)
                     except BaseException as problem:  # SystemExit would end the event loop
                         settle(future, error=problem)
 

@@ -32,20 +32,28 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean
-from groupwise.cpu import install_cpu_training, linears_path, threads_paths, trim_heap
+from groupwise.cpu import cache_sized, install_cpu_training, linears_path, threads_paths, trim_heap
 from groupwise.data.budget import MicroBatchBudget, micro_batch_budget, reason_for_all_rows
 from groupwise.data.buffer import ExperienceBuffer
-from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
+from groupwise.data.dataset_checks import (
+    check_curriculum,
+    check_data,
+    functions_by_source,
+    has_image_columns,
+    mix_sources,
+    named_columns,
+)
 from groupwise.data.dynamic_sampling import DynamicBatch
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.exchange import all_to_all_objects, in_row_order
 from groupwise.data.loaders import prepare_data
 from groupwise.data.prompt_source import PromptSource
-from groupwise.data.rebalancing import cache_sized, rebalance, rows_needing_logps
+from groupwise.data.rebalancing import SHARES_PROMPTS, rebalance, rows_needing_logps
 from groupwise.data.window import AccumulationWindow
 from groupwise.distributed import is_sharded
-from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend, check_backend, make_backend, warn_of_truncation
+from groupwise.errors import ConfigError, check_counts
+from groupwise.generation.backends import check_backend, make_backend, warn_of_truncation
+from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import (
     check_arguments,
@@ -60,13 +68,19 @@ from groupwise.hf.step_state import Attribute, Stateful
 from groupwise.mixins import AdvantageMixin, LogprobMixin, LossMixin, RewardMixin, RolloutMixin
 from groupwise.mixins.advantage import checked_advantages
 from groupwise.mixins.loss import check_loss_override, objective_settings
-from groupwise.mixins.rollout import check_counts
-from groupwise.policy.introspection import check_adapter, check_model, has_adapter, router_aux_loss_coef
+from groupwise.policy.introspection import (
+    check_adapter,
+    check_model,
+    flops_per_token,
+    has_adapter,
+    router_aux_loss_coef,
+)
 from groupwise.policy.layout_choice import make_logprob_computer
 from groupwise.policy.loading import check_image_model, check_loading, load_processing_class, prepare_policy
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.recomputation import recomputation_path
-from groupwise.policy.reference import SeparateReference, make_reference
+from groupwise.policy.reference import SeparateReference
+from groupwise.policy.reference_choice import make_reference
 from groupwise.policy.weight_iterator import PolicyWeights, gatherable
 from groupwise.records import (
     Experience,
@@ -83,7 +97,7 @@ from groupwise.records import (
 )
 from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.evaluation import EvaluatedCompletion
-from groupwise.reporting.metrics import MetricBuffer, rollout_metrics
+from groupwise.reporting.metrics import MetricBuffer, metrics_by_value, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.reporting.terminal import show_phase
 from groupwise.rewards.runtime.loading import (
@@ -93,6 +107,7 @@ from groupwise.rewards.runtime.loading import (
     load_reward_model,
     with_default_weights,
 )
+from groupwise.rewards.runtime.models import reward_names
 from groupwise.tokenization.text import text_tokenizer
 
 if TYPE_CHECKING:
@@ -116,10 +131,10 @@ class GRPOTrainer(
     Args:
         model: hub id, directory, ``PreTrainedModel`` or ``PeftModel`` (causal LM, or vision-language model).
         reward_funcs: one or a list of callables, async callables, sequence-classification models, process
-            reward models (token classification), or ids of such.
+            reward models (token classification), or ids of such; or a dict of them by source of a mixture.
         args: the configuration; by default it writes to ``"<model name>-GRPO"``.
         train_dataset: rows with a ``prompt`` (text or chat messages); other columns reach the rewards,
-            ``image`` or ``images`` also the model.
+            ``image`` or ``images`` also the model. Datasets by the name of their source are mixed.
         eval_dataset: the same for evaluations, or a dictionary of datasets.
         processing_class: tokenizer or processor; by default the model's.
         reward_processing_classes: None, one, or one per reward; by default each reward model's own tokenizer.
@@ -133,6 +148,7 @@ class GRPOTrainer(
         backend: a ``GenerationBackend``, or the name of a registered one; None: the settings choose.
         compute_metrics: called at the end of an evaluation, as in ``Trainer``, with lists of all completions
             (``predictions``), their dataset rows (``label_ids``) and prompts (``inputs``).
+        curriculum: ``curriculum(rates, step)`` returns a weight for each training prompt; see the page Data.
 
     Raises:
         ConfigError: settings, data or models that cannot be trained with.
@@ -169,6 +185,7 @@ class GRPOTrainer(
         environment_factory: Any = None,
         backend: str | GenerationBackend | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        curriculum: Callable[..., Any] | None = None,
     ) -> None:
         self.check_overrides()
         args = check_arguments(model, args, self.config_class)
@@ -176,6 +193,8 @@ class GRPOTrainer(
         check_loss_override(type(self), args)
         agents = make_agent_loop(tools, environment_factory, rollout_func, args)
         train_dataset, eval_dataset = add_environment_rows(train_dataset, eval_dataset, agents, args)
+        reward_funcs, reward_sources = functions_by_source(reward_funcs, train_dataset)
+        train_dataset, eval_dataset, self.metrics_column = mix_sources(train_dataset, eval_dataset, args)
         check_data(train_dataset, eval_dataset, args)
         check_backend(args, backend, with_images=has_image_columns(train_dataset, eval_dataset))
         reward_funcs, reward_processing_classes = check_rewards(
@@ -186,7 +205,12 @@ class GRPOTrainer(
             multi_turn=agents.is_multi_turn,
         )
         if rollout_func is None and not agents.is_multi_turn and rewards_read_rows(self):
-            check_columns(reward_funcs, named_columns(train_dataset, eval_dataset))
+            # Of evaluation sets, a function by source only sees the rows of its sources.
+            check_columns(
+                reward_funcs, named_columns(train_dataset, None if reward_sources else eval_dataset)
+            )
+        self.curriculum = curriculum
+        check_curriculum(args, curriculum, train_dataset, reward_names(reward_funcs))
         processing_class = load_processing_class(processing_class, model, args)
         check_template(agents, processing_class, args)
         check_loading(model, args, quantization_config, peft_config)
@@ -199,6 +223,8 @@ class GRPOTrainer(
         self.reference = make_reference(policy, args, fresh_adapter=peft_config is not None)
         # In TRL's order: on one seed, the new head of a reward model is drawn after the policy's adapter.
         reward_funcs = [load_reward_model(function, args) for function in reward_funcs]
+        names = [names for _, names in reward_sources]  # of the first functions; environments score all rows
+        self.reward_sources = list(zip(reward_funcs, names, strict=False))
         super().__init__(
             model=policy,
             args=args,
@@ -261,6 +287,7 @@ class GRPOTrainer(
             self.logprob_computer, accelerator, args.logprob_mismatch_check, args.logprob_mismatch_steps
         )
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
+        self.may_have_noise = args.disable_dropout  # beside dropout modules, until the first loss
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.liger_loss = None
         if args.use_liger_kernel:
@@ -268,7 +295,7 @@ class GRPOTrainer(
 
             head, length = self.logprob_computer.head, args.max_completion_length
             self.liger_loss = LigerLoss(self.aux_loss_enabled, head, length)
-        self.num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        self.flops_per_token = flops_per_token(self.model)
         set_seed(args.seed, device_specific=True)  # ranks must not sample the same completions
         self.rng.seed(args.seed + args.process_index)
         self.backend.generator = self.rng.generator
@@ -362,20 +389,25 @@ class GRPOTrainer(
         if self.args.dynamic_sampling:
             return self.sample_until_full(sampler)
         self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
-        rows = self.prompts.take(self.args.prompts_per_batch)  # B rows of this rank, G per prompt
-        request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
-        return self.sample(request)
+        return self.sample_prompts(self.args.prompts_per_batch, sampler)
 
     def sample_until_full(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
         """Sample rounds of prompts until every group of the batch has reward variance (DAPO, section 3.2)."""
         batch = DynamicBatch(self.args)
         while not batch.is_full:  # the same decision on every rank
-            rows = self.prompts.take(batch.num_to_sample)
-            request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
-            batch.add(*self.sample(request))
+            batch.add(*self.sample_prompts(batch.num_to_sample, sampler))
         self.metrics["train"].record(batch.metrics)
         self.prefetch_rollouts(sampler, first=0)  # only now are the next generation's prompts known
         return batch.finish()
+
+    def sample_prompts(self, num_prompts: int, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
+        """Sample the next prompts: B completions of this rank, rewards of all N."""
+        rows = self.prompts.take(num_prompts, self.state.global_step)  # B rows of this rank, G per prompt
+        request = replace(self.make_request(rows, sampler), seeds=self.row_seeds(len(rows)))
+        rollouts, rewards = self.sample(request)
+        # The rewards of all ranks: the next prompts may depend on them, and are the same on every rank.
+        self.metrics["train"].record(self.prompts.add_rewards(rewards, self.reward_func_names))
+        return rollouts, rewards
 
     def sync_sampler(self, mode: Mode) -> None:
         """Transfer the policy's weights to the backend, unless it has those of this optimizer step."""
@@ -417,6 +449,9 @@ class GRPOTrainer(
         rollouts = rollouts.drop_from(rewards.num_valid)  # rows that pad an evaluation batch
         metrics.record(rollout_metrics(rollouts, self.state.global_step))
         metrics.record(rewards.metrics)
+        if column := self.metrics_column:
+            aggregation = self.args.multi_objective_aggregation
+            metrics.record(metrics_by_value(rollouts, rewards, column, aggregation))
         return rollouts, rewards
 
     def make_experience(
@@ -465,12 +500,21 @@ class GRPOTrainer(
         all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
         batches, stats = rebalance(weighed, computer.layout, budget, gather_object, all_to_all)
         # The sequences are packed, if the layout does; None where fewer micro-batches suffice.
-        return AccumulationWindow([None if b is None else computer.prepare(b) for b in batches], stats)
+        made = [None if b is None else computer.prepare(b) for b in batches]
+        if self.balances_updates:  # experts, over all micro-batches: counts before the first loss
+            from groupwise.policy.experts import balance_update
+
+            compute = partial(self.compute_logprobs, self.model_wrapped)
+            balance_update(self.logprob_computer, compute, made, self.accelerator)
+        return AccumulationWindow(made, stats)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
+        if model.training and self.may_have_noise:
+            self.may_have_noise = False
+            self.remove_noise(model, inputs)
         if self.liger_loss is not None:
             # Hidden states to the loss inside the head: log-probs (B, T) are never in memory.
             output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)
@@ -479,6 +523,8 @@ class GRPOTrainer(
             logprobs = self.compute_logprobs(model, inputs, with_entropy=True)  # (B, T), differentiable
             output = self.compute_policy_loss(inputs, logprobs)  # Σ w_it (ℓ_it + β KL_it), a scalar
             logps_BT, aux_loss = logprobs.logps_BT, logprobs.aux_loss
+            if logprobs.routing is not None:  # of experts, replayed
+                output = replace(output, metrics={**output.metrics, **logprobs.routing.metrics()})
         output = self.add_aux_loss(output, aux_loss, inputs)  # of a mixture of experts
         self.check_gradient(output.loss, "compute_policy_loss or compute_logprobs")
         if model.training:
@@ -497,7 +543,7 @@ class GRPOTrainer(
     def _end_window(self) -> None:
         """Record the times of the window."""
         metrics, stats = self.metrics["train"], self.window.stats
-        flops = 6.0 * self.num_parameters * stats.computed_tokens  # forward and backward
+        flops = self.flops_per_token * stats.computed_tokens  # forward and backward
         metrics.record(metrics.timer.close_step(stats.tokens, flops))
         if self.logprob_computer.fell_back:
             metrics.record({"layout_fell_back": Mean(1.0)})
@@ -511,7 +557,7 @@ class GRPOTrainer(
             self.sync_sampler("eval")
             rollouts, rewards = self.sample(request)
             self.backend.release()
-            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics)
+            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics, self.metrics_column)
             window = self.make_experience(rollouts, rewards, len(inputs), on_policy=True)
             (batch,) = self.set_token_weights(window, self.compute_entropy_masks(window))
             with self.compute_loss_context_manager():
@@ -527,7 +573,11 @@ class GRPOTrainer(
     def micro_batch_budget(self) -> MicroBatchBudget:
         """Limits of a micro-batch, and which rows may be skipped, under the present settings."""
         return micro_batch_budget(
-            self, self.args, aux_loss=self.aux_loss_enabled, has_reference=self.reference.exists
+            self,
+            self.args,
+            # A balancing loss of a micro-batch is no sum over its rows; that of an update is.
+            aux_loss=self.aux_loss_enabled and not self.balances_updates,
+            has_reference=self.reference.exists,
         )
 
     def num_tokens(self, inputs: MicroBatch) -> int:
@@ -543,7 +593,8 @@ class GRPOTrainer(
         if self.micro_batch_budget.fixed or (for_cache and not on_cpu):  # fixed: no sum over rows
             return [inputs]
         # Else B rows -> ⌈B/2⌉ and ⌊B/2⌋. Token weights are those of the window, so that the losses add up.
-        parts = cache_sized(inputs, computer.layout) if for_cache else inputs.split(-(-len(inputs) // 2))
+        shared = computer.layout in SHARES_PROMPTS
+        parts = cache_sized(inputs, shared=shared) if for_cache else inputs.split(-(-len(inputs) // 2))
         return [computer.prepare(part) for part in parts]
 
     def window_state(self) -> list[Stateful]:
@@ -551,9 +602,9 @@ class GRPOTrainer(
         return [self.metrics["train"], Attribute(self.window, "entropy")]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Estimate 6 operations per parameter and token: forward and backward."""
+        """Estimate the operations of forward and backward; attention scores are left out."""
         batch = self.window.current  # Trainer passes the window
-        return 0 if batch is None else 6 * self.num_parameters * self.num_tokens(batch)
+        return 0 if batch is None else int(self.flops_per_token * self.num_tokens(batch))
 
     # Settings and state of a run.
 
@@ -563,7 +614,7 @@ class GRPOTrainer(
         uses = args.optimizer_steps_per_generation
         off_policy = "" if args.trains_on_policy else f"a generation is used in {uses} optimizer steps"
         all_rows = reason_for_all_rows(self, args, has_reference=self.reference.exists)
-        if self.aux_loss_enabled or args.use_liger_kernel:
+        if (self.aux_loss_enabled and not self.balances_updates) or args.use_liger_kernel:
             all_rows = "the balancing loss, or Liger's, is no sum over rows"
         paths = [
             *self.backend.fast_paths(self.model),
@@ -608,7 +659,9 @@ class GRPOTrainer(
         make_sampler = partial(self._get_train_sampler, self.train_dataset)
         own_loader = type(self).get_train_dataloader is not BaseTrainer.get_train_dataloader
         make_loader = self.get_train_dataloader if own_loader else None
-        return self.prepared_data.prompt_source(self.train_dataset, make_sampler, make_loader)
+        return self.prepared_data.prompt_source(
+            self.train_dataset, make_sampler, make_loader, self.curriculum
+        )
 
     def _reset_run_state(self, directory: str | None) -> None:
         """Start a run from its beginning, or from the checkpoint in ``directory``."""

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from support.agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer
+from support.agent_runs import calls_reward, chats, measure, policy, tokenizer, trainer, turn_reward
 from support.fakes.scripted import byte_tokenizer
 from support.runs import experience
 
@@ -70,16 +70,20 @@ def test_rollouts_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_repeats_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_a_resumed_run_repeats_the_run(tmp_path: Path, by_turn: bool) -> None:
     settings: dict[str, Any] = {"tools": [measure], "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    if by_turn:  # checkpoint 3 is between the two updates of a generation
+        settings |= {"reward_funcs": turn_reward, "dynamic_sampling": True, "num_iterations": 2}
     whole = trainer(tmp_path / "whole", **settings)
     whole.train()
     resumed = trainer(tmp_path / "resumed", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{3 if by_turn else 2}"))
     mine, other = whole.model.state_dict(), resumed.model.state_dict()
     assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
     last = [run.state.log_history[-2] for run in (whole, resumed)]
-    for name in ("tools/call_frequency", "tools/failure_frequency", "reward", "loss", "num_tokens"):
+    names = ("tools/call_frequency", "tools/failure_frequency", "reward", "loss", "num_tokens")
+    for name in names[3:] if by_turn else names:
         assert last[0][name] == last[1][name]
 
 

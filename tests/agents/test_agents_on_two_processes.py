@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.oracles.oracle_advantages import process_advantages
 from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -18,9 +19,9 @@ TIMEOUT = 240  # seconds
 def main(directory: str, case: str) -> None:
     """Run one rank: its number of turns and its faults differ from the other's, generate calls must not."""
     import torch
-    from support.agent_runs import FlakyEnvironment, measure, trainer
+    from support.agent_runs import FlakyEnvironment, measure, trainer, turn_reward
 
-    given = {"tools": [measure], "max_steps": 2}
+    given = {"tools": [measure], "max_steps": 2, "reward_funcs": turn_reward}
     if case == "faults":
         FlakyEnvironment.seed(int(os.environ["RANK"]))
         given = {"environment_factory": FlakyEnvironment, "max_steps": 4, "rollout_on_error": "retry"}
@@ -41,6 +42,15 @@ def main(directory: str, case: str) -> None:
         return generate(prompts, sampling)
 
     backend.generate = counting_generate
+    seen, compute_advantages = [], run.compute_advantages
+
+    def watched(rewards):
+        advantages_NT = compute_advantages(rewards)
+        steps, turns = (json.loads(json.dumps(each)) for each in (rewards.step_rewards.get(0), rewards.turns))
+        seen.append((steps, turns, advantages_NT.tolist()))
+        return advantages_NT
+
+    run.compute_advantages = watched
     run.train()
     calls = run.accelerator.gather(torch.tensor([len(counts)])).tolist()
     total = sum(tensor.double().sum() for tensor in run.model.state_dict().values())
@@ -48,6 +58,7 @@ def main(directory: str, case: str) -> None:
     if rank == 0:
         logs = [log for log in run.state.log_history if "tools/call_frequency" in log]
         result = {"calls": calls, "sums": sums, "frequency": [log["tools/call_frequency"] for log in logs]}
+        result["credit"] = seen[0]
         result["dropped"] = [log.get("rollouts/dropped_share", 0.0) for log in logs]
         Path(directory, "result.json").write_text(json.dumps(result))
 
@@ -71,6 +82,13 @@ def test_ranks_make_the_same_number_of_generate_calls(tmp_path: Path, case: str)
     # Groups of four completions: none has exactly three dropped ones.
     assert {"turns": {0.0}, "faults": {0.0, 0.25, 0.5, 1.0}}[case] >= set(result["dropped"])
     assert (sum(result["dropped"]) > 0) == (case == "faults")
+    steps, turns, advantages_NT = result["credit"]
+    if case == "turns":  # one group, whose completions are those of both ranks
+        assert [len(each) > 1 for each in turns] != [False] * 4 and len(steps) == 4
+        expected = process_advantages(steps, 4, len(advantages_NT[0]), turns=turns)
+        assert [value for row in advantages_NT for value in row] == pytest.approx(
+            [value for row in expected for value in row], abs=1e-5
+        )
 
 
 if __name__ == "__main__":

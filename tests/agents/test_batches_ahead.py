@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,13 +54,21 @@ def make(scripts: list[list[str]], **settings: Any) -> tuple[Any, Any, Environme
     return agents(tokenizer, (), pool, **settings), ScriptedBackend(tokenizer, scripts), pool
 
 
+def begun(run: Any, backend: Any, later: list[dict[str, Any]], step: int) -> Any:
+    """Begin a batch; return the prompts and settings of the turns that were requested ahead in this call."""
+    requests: list[Any] = []
+    backend.prefetch = lambda prompts, sampling, *, step: requests.append((prompts, sampling))
+    run.begin(later, backend, {"temperature": 0.5}, step, [*range(len(later))])
+    return requests[0] if requests else None
+
+
 def test_a_batch_begins_once_and_continues_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_turn, "MIN_WAIT", 0.01)
     run, backend, pool = make([["now"], [call("look"), "x"], ["y"]])
     own, later = rows("a"), [*rows("b", seconds=0.1), *rows("c")]
-    prompts, sampling = run.first_turns(later, backend, {"temperature": 0.5}, step=1)
+    prompts, sampling = begun(run, backend, later, 1)
     assert Room.resets == ["c", "b"] and backend.calls == []  # the slow one was waited for
-    assert run.first_turns(later, backend, {}, step=1)[0] == prompts
+    assert begun(run, backend, later, 1) is None
     now = run.generate_rollouts(own, backend, {}, None, 0)
     assert Room.resets == ["c", "b", "a"]
     batch = run.generate_rollouts([dict(row) for row in later], backend, {"temperature": 0.5}, None, 1)
@@ -77,16 +87,16 @@ def test_a_restored_batch_begins_again_in_its_random_state() -> None:
     later = rows("a", "b")
     torch.manual_seed(3)
     np.random.seed(3)
-    prompts, _ = run.first_turns(later, backend, {}, step=4)
+    prompts, _ = begun(run, backend, later, 4)
     snapshot, state = run.snapshot(), torch.get_rng_state()
     torch.rand(5)
     run.restore(snapshot)
     moved = torch.get_rng_state()
-    assert run.first_turns(later, backend, {}, step=4)[0] == prompts
+    assert begun(run, backend, later, 4)[0] == prompts
     assert torch.equal(torch.get_rng_state(), moved) and not torch.equal(moved, state)
     assert run.snapshot() is not snapshot and list(run.snapshot()) == [4]
     # Changed rows: the calls of the rows that were expected count as not made.
-    run.first_turns(rows("c", "b"), backend, {}, step=4)
+    begun(run, backend, rows("c", "b"), 4)
     assert Room.resets == ["a", "b", "a", "b", "c", "b"]
     assert torch.equal(torch.get_rng_state(), moved)
     run.restore({})
@@ -98,12 +108,12 @@ def test_environments_are_free_after_the_end_of_their_batch() -> None:
     (kind,) = pool.types.values()
     run.generate_rollouts(rows("a", "b"), backend, {}, None, 0)
     own = run.environments
-    run.first_turns(rows("c"), backend, {}, step=1)
+    begun(run, backend, rows("c"), 1)
     assert [each.name for each in own] == ["a", "b"] and kind.idle == []
     run.end_batch()
     run.end_batch()
     assert kind.idle == own
-    run.first_turns(rows("d"), backend, {}, step=2)
+    begun(run, backend, rows("d"), 2)
     run.generate_rollouts(rows("e"), backend)  # an evaluation leaves the batches ahead alone
     assert [each.name for each in own] == ["d", "e"]
     run.restore(run.snapshot())
@@ -114,9 +124,9 @@ def test_a_failure_ahead_is_raised_or_repeated_in_its_step() -> None:
     later = rows("a", "broken")
     run, backend, _ = make([["x"], ["y"]])
     with pytest.raises(AgentError, match="no server"):
-        run.first_turns(later, backend, {}, step=1)
+        begun(run, backend, later, 1)
     run, backend, _ = make([["x"], ["y"]], max_retries=1)
-    prompts, _ = run.first_turns(later, backend, {}, step=1)
+    prompts, _ = begun(run, backend, later, 1)
     assert len(prompts) == 1
     batch = run.generate_rollouts(later, backend, {}, None, 1)
     assert [completion.dropped for completion in batch.completions] == [False, True]
@@ -146,12 +156,12 @@ def test_an_environment_that_runs_the_rollout_waits_in_chat() -> None:
         EnvironmentLoop(Dialogue()), tokenizer, config_of(max_completion_length=50), end_tokens
     )
     backend = ScriptedBackend(tokenizer, [["one"], ["two"], ["three"]])
-    prompts, _ = run.first_turns(rows("a", "b"), backend, {}, step=1)
-    run.first_turns(rows("c"), backend, {}, step=2)
+    prompts, _ = begun(run, backend, rows("a", "b"), 1)
+    begun(run, backend, rows("c"), 2)
     assert ended == []
     batch = run.generate_rollouts(rows("a", "b"), backend, {}, None, 1)
     assert backend.calls == [prompts] and batch.extra == {"said": ["one", "two"]}
-    (waiting,) = run.ahead[2][1]
+    (waiting,) = run.ahead[2].rollouts
     run.restore({})
     waiting.steps.close()
     for _ in range(500):
@@ -159,3 +169,11 @@ def test_an_environment_that_runs_the_rollout_waits_in_chat() -> None:
             break
         asyncio.run(asyncio.sleep(0.01))
     assert sorted(ended) == ["a", "b", "c"]  # the one that was discarded is cancelled
+
+
+def test_the_error_of_a_discarded_batch_is_logged(caplog):
+    batch = multi_turn.BatchAhead(None, thread=Future())
+    batch.thread.set_exception(ValueError("the call that failed"))
+    loop = SimpleNamespace(end_batch=lambda places: None)
+    MultiTurnRollouts._close(SimpleNamespace(_end=lambda rollouts: None, loop=loop), batch)
+    assert "discarded, and had failed: the call that failed" in caplog.text

@@ -41,22 +41,28 @@ def run_script(script: Path, *arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def done(tmp_path_factory):
+    """What the worker and the example after it printed, and the directory of the example's run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
         directory = tmp_path_factory.mktemp("server")
         process = ServerProcess(directory).start().wait()
-        yield process.url, directory / "model"
-        process.kill()
+        try:
+            worker = ROOT / "tests" / "support" / "workers" / "captured_agents_worker.py"
+            served, out = (process.url, directory / "model"), directory / "out"
+            flags = ["--model", served[1], "--server", served[0], "--max_steps", "2", "--output_dir", out]
+            example = ROOT / "examples" / "agent_as_it_is.py"
+            yield run_script(worker, *served, directory / "run", example, *flags), out
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_every_behaviour_of_an_agent_has_a_clear_outcome(server, tmp_path):
-    url, model = server
-    script = ROOT / "tests" / "support" / "workers" / "captured_agents_worker.py"
-    found = json.loads(run_script(script, url, model, tmp_path).splitlines()[-1])
+def test_every_behaviour_of_an_agent_has_a_clear_outcome(done):
+    (line,) = [line for line in done[0].splitlines() if line.startswith('{"output"')]
+    found = json.loads(line)
     output = found["output"]
     rows = [[] for _ in output["failed"]]
     for i, row in enumerate(output["rollout_ids"]):
@@ -84,12 +90,10 @@ def test_every_behaviour_of_an_agent_has_a_clear_outcome(server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_the_example_trains_agents_of_two_makers(server, tmp_path):
-    url, model = server
-    script = ROOT / "examples" / "agent_as_it_is.py"
-    flags = ["--model", model, "--server", url, "--max_steps", "2", "--output_dir", tmp_path]
-    assert "2 steps in " in run_script(script, *flags)
-    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_the_example_trains_agents_of_two_makers(done):
+    shown, out = done
+    assert "2 steps in " in shown[shown.index('{"output"') :]
+    logs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     logs = [log for log in logs if "agent/calls" in log]
     assert len(logs) == 2 and {log["agent/calls"] for log in logs} == {3} and logs[0]["rollouts/rows"] == 3
 

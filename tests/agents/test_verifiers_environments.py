@@ -39,14 +39,21 @@ def run_script(script: Path, *arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, smollm2_path):
+def done(tmp_path_factory, smollm2_path):
+    """What the worker and the example after it printed, and the directory of the example's run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
         directory = tmp_path_factory.mktemp("server")
         save_tiny_smollm2(smollm2_path, directory / "model", ANSWERS, TOKENS)
         process = ServerProcess(directory, ("--max-model-len", "1024")).start().wait()
-        yield process.url, directory / "model"
-        process.kill()
+        try:
+            worker = ROOT / "tests" / "support" / "workers" / "verifiers_worker.py"
+            served, out = (process.url, directory / "model"), directory / "out"
+            flags = ["--model", served[1], "--server", served[0], "--max_steps", "2", "--output_dir", out]
+            example = ROOT / "examples" / "environment_verifiers.py"
+            yield run_script(worker, *served, directory / "run", example, *flags), out
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
@@ -54,10 +61,9 @@ def server(tmp_path_factory, smollm2_path):
 @pytest.mark.vllm
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-def test_rows_and_rewards_of_episodes(server, tmp_path):
-    url, model = server
-    script = ROOT / "tests" / "support" / "workers" / "verifiers_worker.py"
-    found = json.loads(run_script(script, url, model, tmp_path).splitlines()[-1])
+def test_rows_and_rewards_of_episodes(done):
+    (line,) = [line for line in done[0].splitlines() if line.startswith('{"output"')]
+    found = json.loads(line)
     output = found["output"]
     rows = [[] for _ in output["failed"]]
     for i, rollout in enumerate(output["rollout_ids"]):
@@ -93,11 +99,10 @@ def test_rows_and_rewards_of_episodes(server, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.real_model
 @pytest.mark.timeout(900)
-def test_the_example_trains_two_turns(server, tmp_path):
-    url, model = server
-    flags = ["--model", model, "--server", url, "--max_steps", "2", "--output_dir", tmp_path]
-    assert "2 steps in " in run_script(ROOT / "examples" / "environment_verifiers.py", *flags)
-    logs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_the_example_trains_two_turns(done):
+    shown, out = done
+    assert "2 steps in " in shown[shown.index('{"output"') :]
+    logs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     logs = [log for log in logs if "agent/calls" in log]
     assert len(logs) == 2 and {log["agent/calls"] for log in logs} == {2}
     assert all("verifiers/found" in log for log in logs)

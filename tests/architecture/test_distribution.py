@@ -52,13 +52,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.representative("an installation runs README")
 @pytest.mark.slow
 def test_an_installation_runs_the_lines_of_readme(installed: Path, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    code = "\n".join(blocks)  # the second continues the first
     policy().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     assert "SmolLM2-135M-Instruct" in code and "max_steps=20" in code
     code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model")
     code = code.replace("max_steps=20", "max_steps=1, use_cpu=True, bf16=False")
-    code += "import groupwise; print(groupwise.__file__)"
+    code += "\nimport groupwise; print(groupwise.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -79,6 +80,7 @@ def test_an_installation_writes_a_report(installed: Path, tmp_path: Path) -> Non
     assert (installed / "groupwise" / "commands" / "report" / "page" / "uPlot-LICENSE").is_file()
 
 
+@pytest.mark.slow
 def test_an_installation_has_the_configurations_of_accelerate(installed: Path, tmp_path: Path) -> None:
     """A mistyped name is answered with those of the installed package."""
     command = [sys.executable, "-m", "groupwise.cli", "train", "--accelerate_config", "zero4"]

@@ -56,6 +56,15 @@ def test_pictures_are_drawn_by_their_script():
     assert stale == [], "run python scripts/draw_images.py"
 
 
+def test_the_first_sentences_about_learning_have_the_figures_of_the_tables():
+    introduction, _, rest = (ROOT / "docs" / "learning.md").read_text().partition("\n## What was run\n")
+    figures = re.findall(r"\d+\.\d%(?: ± \d+\.\d%)?", introduction)
+    assert (
+        len(figures) == 4
+        and [one for one in figures if f"| {one} |" not in rest and f"+{one}:" not in rest] == []
+    )
+
+
 #: Settings that reduce every run in the documentation to one short step on a CPU.
 SMALL = {"max_steps": 1, "max_completion_length": 4, "use_cpu": True, "bf16": False, "report_to": "none"}
 
@@ -124,9 +133,11 @@ def test_the_notebook_runs(tiny_model, tmp_path, monkeypatch):
 
     notebook = json.loads((ROOT / "examples" / "notebooks" / "grpo_in_30_minutes.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert sum("HuggingFaceTB/SmolLM2-135M-Instruct" in cell for cell in cells) == 1 and not any(
-        cell.get("outputs") for cell in notebook["cells"]
-    )
+    assert sum("HuggingFaceTB/SmolLM2-135M-Instruct" in cell for cell in cells) == 1
+    shown = [out for cell in notebook["cells"] for out in cell.get("outputs", [])]
+    kinds = [kind for out in shown for kind in out.get("data", {})]
+    assert kinds.count("image/png") == 2 and kinds.count("text/html") == 3  # curves; tables
+    assert not any(out["output_type"] == "error" or "/tmp/" in str(out) for out in shown)
     monkeypatch.chdir(tmp_path)
     plt.switch_backend("agg")
     given, small = GRPOConfig.__init__, {**SMALL, "max_steps": 2}
@@ -144,6 +155,45 @@ def test_few_blocks_are_not_run_and_each_gives_a_reason():
     assert sum(reason is not None for reason in reasons) <= 6
     marks = sum(page.read_text().count("\n<!-- not run") for page in PAGES)
     assert marks == sum(reason is not None for reason in reasons)  # each is right above a block
+
+
+def shell_commands() -> list[tuple[str, list[str]]]:
+    """Return the words of every command in the shell blocks of the pages, without variables in front."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+            for command in (part for line in lines for part in re.split(r"&&|;|\|\s", line)):
+                words = command.partition(" #")[0].split()
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words and not words[0].startswith("#"):
+                    found.append((page.name, words))
+    return found
+
+
+def test_commands_in_the_documentation_exist():
+    """Subcommands, targets of make, scripts, and the names of all flags; they are not run."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    names, makefile = set(re.findall(r"\w+", source)), (ROOT / "Makefile").read_text()
+    commands, wrong = shell_commands(), []
+    assert len(commands) > 60
+    for page, words in commands:
+        program, *rest = words
+        flags = [word.partition("=")[0][2:].replace("-", "_") for word in rest if re.match(r"--\w", word)]
+        scripts = [ROOT / word for word in words if re.fullmatch(r"(?:\w+/)+\w+\.(?:py|sh|yaml|ipynb)", word)]
+        missing = [path.name for path in scripts if not path.exists() and path.parent != ROOT]
+        if program == "groupwise":
+            missing += [name for name in flags if name not in names]
+            missing += [rest[0]] if f'"{rest[0]}"' not in source else []
+        elif program == "make":
+            targets = [word for word in rest if re.fullmatch(r"[a-z-]+", word)]
+            missing += [word for word in targets if not re.search(rf"^{word}:", makefile, flags=re.MULTILINE)]
+        elif scripts and scripts[0].suffix == ".py":
+            text = "".join(path.read_text() for path in sorted(scripts[0].parent.glob("*.py")))
+            missing += [name for name in flags if not re.search(rf"\b{name}\b", text) and name not in names]
+        wrong += [f"{page}: {' '.join(words)}: {name}" for name in missing]
+    assert wrong == []
 
 
 def test_run_files_in_the_documentation_are_read(tmp_path):
@@ -165,10 +215,11 @@ def test_readme_is_read_in_a_minute(tmp_path):
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 90
     assert [line for line in re.findall(r"^- .*", text, flags=re.MULTILINE) if len(line.split()) > 20] == []
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code, step = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(code.split("\n\n")) <= 2 and len([line for line in code.splitlines() if line]) <= 12
-    assert code in (ROOT / "docs" / "index.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert len(step.splitlines()) <= 10
+    page = (ROOT / "docs" / "getting_started.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "run.yaml").write_text(block)
     _, config = read_run(["--config", str(tmp_path / "run.yaml"), "--use_cpu", "--bf16", "false"], "train")
     for name, value in re.findall(
@@ -176,6 +227,37 @@ def test_readme_is_read_in_a_minute(tmp_path):
     ):
         if name != "logging_steps":
             assert getattr(config, name) == yaml.safe_load(value.replace("2e-5", "0.00002")), name
+
+
+@pytest.mark.slow
+def test_the_wrong_reward_of_the_readme_is_found(tiny_model, tmp_path, monkeypatch, capsys):
+    from groupwise.commands.cli.doctor import run
+
+    text = (ROOT / "README.md").read_text()
+    (wrong,) = re.findall(r"With `(.*?)` as the reward", text)
+    (shown,) = re.findall(r"^warn +reward +(correct: .*)$", text, flags=re.MULTILINE)
+    code = "\ndef correct(completions, city, **_):\n"
+    code += f"    return [float({wrong}) for text, name in zip(completions, city)]\n"
+    (tmp_path / "wrong_rewards.py").write_text(code)
+    flags = [f"--model={tiny_model}", f"--dataset={ROOT / 'examples' / 'capitals.jsonl'}", "--use_cpu"]
+    flags += ["--rewards=wrong_rewards:correct", f"--output_dir={tmp_path / 'out'}", "--bf16=false"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+    assert run([*flags, "--per_device_train_batch_size=64", "--max_completion_length=4"]) == 0
+    first = capsys.readouterr().out.partition("Change first:\n")[2]
+    assert re.sub(r"\(\d\.\d\d s\)", "(0.00 s)", first.splitlines()[0]).endswith(shown)
+
+
+def test_the_address_of_the_repository_is_that_of_the_package():
+    (address,) = re.findall(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    files = [*PAGES, ROOT / "mkdocs.yml", *(ROOT / "examples").rglob("*.ipynb")]
+    found = {
+        (path.name, name)
+        for path in files
+        for name in re.findall(r"github(?:\.com)?/([\w-]+)/groupwise\b", path.read_text())
+    }
+    assert {name for _, name in found} == {address.split("/")[-2]}
+    assert {"README.md", "index.md", "install.md", "mkdocs.yml"} <= {path for path, _ in found}
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [("eight_gpus", 8), ("nodes_agent", 16)])
@@ -194,6 +276,31 @@ def test_run_files_for_many_gpus_are_read(name, num_processes, tmp_path, monkeyp
         per_step = config.per_device_train_batch_size * num_processes * config.gradient_accumulation_steps
         assert per_step % config.num_generations == 0
         assert f"{per_step} completions of {per_step // config.num_generations} prompts" in text
+
+
+@pytest.mark.slow
+def test_the_rehearsal_of_several_nodes_runs(tiny_agent, tmp_path):
+    """The lines of the page in a shell, with its environment and its run file."""
+    page = (ROOT / "docs" / "nodes_agent.md").read_text()
+    blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("bash", "python")}
+    (tmp_path / "shop.py").write_text(blocks["python"][0])
+    (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0])
+    lines, changes = re.subn(r"trl-internal-testing/\S+", str(tiny_agent), blocks["bash"][0])
+    assert changes == 1
+    (tmp_path / "groupwise").write_text(f'#!/bin/sh\nexec {sys.executable} -m groupwise.cli "$@"\n')
+    (tmp_path / "groupwise").chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = [json.loads(line) for line in (tmp_path / "rehearsal" / "metrics.jsonl").read_text().splitlines()]
+    assert [log["step"] for log in logs if "reward" in log][-1] == 3
+    assert any("tools/call_frequency" in log for log in logs)
+    assert {"checkpoint-1", "checkpoint-2", "checkpoint-3"} <= {
+        path.name for path in (tmp_path / "rehearsal").iterdir()
+    }
 
 
 @pytest.mark.slow
@@ -227,6 +334,7 @@ def test_images_install_what_exists():
     assert f"\n$(VENV)/{target}: " in (ROOT / "Makefile").read_text()
     (names,) = re.findall(r"'\.\[(.*)\]'", cuda)
     assert set(names.split(",")) < set(extra_names())
+    assert "pip install --no-cache-dir -c constraints.txt " in cuda
     (config,) = re.findall(r"--accelerate_config (\w+)", cuda)
     assert config in CONFIGS
     for text in (cpu, cuda):

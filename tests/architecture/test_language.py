@@ -72,6 +72,49 @@ def problems(path: Path) -> list[str]:
     return found + banned(texts(text) if path in SOURCES else text)
 
 
+#: Sentences of a page are at most this long; tables, lists of settings and blocks are no sentences.
+MAX_WORDS = 35
+#: The end of a sentence, with the quotation marks and brackets that close behind it.
+SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?])[)\"*]*\s+")
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of a Markdown page; code and links are as long as what a reader sees of them."""
+    page = re.sub(
+        r"\A---\n.*?\n---\n|<!--.*?-->|^( *)```.*?^ *```$", "\n\n", page, flags=re.DOTALL | re.MULTILINE
+    )
+    page = re.sub(r"^:   .*$", lambda line: line[0].replace("; ", ". "), page, flags=re.MULTILINE)
+    page = re.sub(
+        r"^\s*(\||#|::: ).*$|<[^<>\n]+>", "\n\n", page, flags=re.MULTILINE
+    )  # tables, headings, tags
+    page = re.sub(r"^(?=\s*([-*]|\d+\.|: ) )", "\n\n", page, flags=re.MULTILINE)
+    page = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    page = re.sub(r"`[^`]*`|\$[^$]*\$", "code", page)
+    paragraphs = [text for text in re.split(r"\n\s*\n", page) if " · " not in text]  # lists of links
+    return [" ".join(one.split()) for text in paragraphs for one in SENTENCE_END.split(text)]
+
+
+def length(sentence: str) -> int:
+    """Return the number of words; dashes and signs are none."""
+    return len([word for word in sentence.split() if re.search(r"\w", word)])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [path for path in PAGES if path.suffix == ".md" and path.name != "CHANGELOG.md"],
+    ids=lambda path: path.stem,
+)
+def test_sentences_of_pages_are_short(page):
+    assert [one for one in sentences(page.read_text()) if length(one) > MAX_WORDS] == []
+
+
+def test_a_long_sentence_is_seen():
+    words = " ".join(["word"] * 20)
+    assert max(map(length, sentences(f"{words}\n{words}. End.\n"))) == 40
+    assert max(map(length, sentences(f"{words}.\n{words}.\n\n| {words} {words} |\n"))) == 20
+    assert max(map(length, sentences(f"```text\n{words} {words}\n```\nSee [{words}](page.md)."))) == 21
+
+
 @pytest.mark.slow
 def test_texts_use_the_words_of_the_field():
     found = {str(path.relative_to(ROOT)): problems(path) for path in SOURCES + PAGES}

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 #: Opens every page in a frame and posts its measurements. `split` are words of names in definition lists and
 #: tables that continue on a second line; `cut` blocks of code, and tables of texts, wider than their frame;
-#: what a terminal prints scrolls on a phone.
+#: what a terminal prints scrolls, and on a phone all code.
 HARNESS = """<!doctype html><meta charset="utf-8"><body><script>
 async function measure(path) {
   const frame = document.createElement("iframe");
@@ -51,7 +51,7 @@ async function measure(path) {
     if (height < 0.66 * row) short.push([fence.parentElement.textContent, height, row]);
   }
   const cut = [...page.querySelectorAll("pre > code, table[data-stacked]")].filter(
-    (block) => !(%(width)d < 600 && block.closest(".language-text"))
+    (block) => frame.contentWindow.getComputedStyle(block).whiteSpace !== "pre"
       && Math.max(block.scrollWidth, block.offsetWidth) > block.parentElement.clientWidth + 1
   );
   const style = frame.contentWindow.getComputedStyle(page.body);
@@ -111,9 +111,27 @@ def test_a_dead_link_breaks_the_site(tmp_path):
     pytest.importorskip("mkdocs")
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
+    for page in docs.glob("*.md"):  # no other link
+        page.write_text(f"# {page.stem}\n")
     (docs / "index.md").write_text("# Start\n\n[nowhere](nowhere.md)\n")
     done = build_site(tmp_path, docs)
     assert done.returncode != 0 and "nowhere.md" in done.stderr
+
+
+def test_links_to_files_of_the_repository_are_alive(site):
+    page = (site / "examples" / "index.html").read_text()
+    assert 'href="../source/examples/lora.py.txt"' in page
+    assert (site / "source/examples/lora.py.txt").read_text() == (ROOT / "examples/lora.py").read_text()
+    benchmarks = (site / "source" / "benchmarks" / "index.html").read_text()
+    assert 'href="../../vllm_weights/"' in benchmarks  # a page, with links of its own
+
+
+def test_settings_have_no_escapes_and_terminals_have_a_class(site):
+    assert re.findall(r"\\&[lg]t;", (site / "configuration" / "index.html").read_text()) == []
+    assert "blockquote" not in (site / "configuration" / "index.html").read_text()
+    page = (site / "getting_started" / "index.html").read_text()
+    assert page.count('class="language-text highlight"') >= 1
+    assert ".language-text" in (site / "stylesheets" / "site.css").read_text()
 
 
 def test_settings_are_terms_of_definition_lists(site):
@@ -151,6 +169,12 @@ def test_every_page_has_the_style_sheet_and_both_colour_schemes(site):
     assert "word-break: normal" in rules[".md-typeset code"]
 
 
+def own_pages(site: Path) -> list[str]:
+    """Return the addresses of the pages of ``docs/``, without copies of other files."""
+    paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
+    return [path for path in paths if not path.startswith("/source/")]
+
+
 def measure(
     paths: Sequence[str], site: Path, profile: Path, dark: bool = False, width: int = PHONE
 ) -> list[dict]:
@@ -162,7 +186,7 @@ def measure(
 @pytest.mark.slow
 @with_browser
 def test_pages_fit_a_phone(site, tmp_path):
-    paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
+    paths = own_pages(site)
     results = measure(paths, site, tmp_path / "profile")
     assert len(results) == len(paths) > 20 and sum(page["formulas"] for page in results) > 50
     assert {page["path"]: page["width"] for page in results if page["width"] > PHONE + ROUNDING} == {}
@@ -174,7 +198,7 @@ def test_pages_fit_a_phone(site, tmp_path):
 @pytest.mark.slow
 @with_browser
 def test_no_code_is_cut_on_a_laptop(site, tmp_path):
-    paths = [f"/{page.parent.relative_to(site)}/".replace("/./", "/") for page in site.rglob("index.html")]
+    paths = own_pages(site)
     results = measure(paths, site, tmp_path / "profile", width=1440)
     assert {page["path"]: page["cut"] for page in results if page["cut"]} == {}
 

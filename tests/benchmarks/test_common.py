@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+#: Folders whose files can be imported while a script of theirs or a test runs.
+SCRIPTS = ("benchmarks", "benchmarks/learning", "examples", "scripts", "tests", "tests/support")
 
 
 def load(name: str):
-    """Import a file of ``benchmarks/``; the folder's ``vllm.py`` must not stay on the path."""
+    """Import a file of ``benchmarks/``; the folder does not stay on the path."""
     path = list(sys.path)
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.path[:] = path
     return module
+
+
+def package_names(pyproject: str) -> set[str]:
+    """Return the import names of what ``pyproject.toml`` requires and the benchmarks compare with."""
+    found = {*re.findall(r'"([A-Za-z0-9_-]+)[\[>=<;"]', pyproject), *load("common").PACKAGES}
+    return {name.lower().replace("-", "_") for name in found} | set(sys.stdlib_module_names)
+
+
+def test_no_script_has_the_name_of_a_package():
+    """A package that is not installed is looked for in these folders, too, as ``vllm`` by transformers."""
+    packages = package_names((ROOT / "pyproject.toml").read_text())
+    assert {"vllm", "trl", "torch", "liger_kernel", "json"} <= packages
+    on_path = [path for room in SCRIPTS for path in (ROOT / room).iterdir() if path.name != "__pycache__"]
+    importable = {path.stem for path in on_path if path.suffix == ".py"}
+    assert "common" in importable and not importable & packages
 
 
 ratio_of_sums, commit = load("common").ratio_of_sums, load("machine").commit

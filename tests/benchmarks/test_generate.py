@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 @pytest.fixture
 def generate():
-    path = [*sys.path]  # the folder's ``vllm.py`` must not stay on it
+    path = [*sys.path]  # the folder does not stay on it
     sys.path.append(str(BENCHMARKS))
     import generate
 

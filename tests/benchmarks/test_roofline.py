@@ -12,7 +12,7 @@ from test_common import BENCHMARKS
 
 @pytest.fixture
 def roofline():
-    path = [*sys.path]  # the folder's ``vllm.py`` must not stay on it
+    path = [*sys.path]  # the folder does not stay on it
     sys.path.append(str(BENCHMARKS))
     import roofline
 
@@ -34,3 +34,22 @@ def test_the_time_of_a_product_is_that_of_a_call(roofline, monkeypatch):
     monkeypatch.undo()
     for seconds in (roofline.forward_seconds, roofline.backward_seconds):
         assert seconds((32, 16), 8, torch.float32) > 0
+
+
+def test_attention_counts_its_products(roofline, monkeypatch):
+    """Two of queries x keys x features per query head, and the four of their gradients."""
+    flops: list[int] = []
+
+    def count(compute):
+        product = torch.bmm
+        monkeypatch.setattr(torch, "bmm", lambda a, b: flops.append(a.numel() * b.shape[2]) or product(a, b))
+        compute()
+        monkeypatch.setattr(torch, "bmm", product)
+        return 1.0
+
+    monkeypatch.setattr(roofline, "processor_seconds", count)
+    config = policy().config
+    one = 3 * config.num_attention_heads * 8 * 5 * config.head_dim
+    for backward, products in ((False, 2), (True, 4)):
+        seconds = roofline.attention_seconds(8, 5, config, torch.float32, batch=3, backward=backward)
+        assert seconds == products and set(flops) == {one}

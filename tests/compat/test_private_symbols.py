@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedDataParallelKwargs
 from huggingface_hub import HfApi
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -57,6 +59,8 @@ SIGNATURES = [
     ),
     ("transformers", "GenerationMixin._prefill", ["self", "input_ids", "generation_config", "model_kwargs"]),
     ("transformers", "GenerationMixin._optimize_model_for_decode", ["self"]),
+    ("transformers.integrations.moe", "_grouped_mm", ["input", "weight", "offs"]),
+    ("torch.overrides", "_get_current_function_mode", []),
     (
         "transformers",
         "GenerationMixin._update_model_kwargs_for_generation",
@@ -83,16 +87,6 @@ SIGNATURES = [
         "vllm.distributed.weight_transfer",
         "WeightTransferTrainerFactory.trainer_init",
         ["init_info", "client", "source"],
-    ),
-    (
-        "vllm.distributed.weight_transfer.sparse_nccl_engine",
-        "SparseNCCLTrainerWeightTransferEngine.send_weight_chunk",
-        ["self", "patches"],
-    ),
-    (
-        "vllm.distributed.weight_transfer.sparse_nccl_engine",
-        "SparseWeightPatch",
-        ["name", "indices", "values", "full_shape"],
     ),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload", ["model"]),
     ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info", ["layer"]),
@@ -360,6 +354,17 @@ def test_process_group_and_the_next_forward_of_ddp_without_broadcast(tmp_path):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = DistributedDataParallel(nn.Linear(1, 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a name that DDP has replaced
+            handler = compat_accelerate.without_buffer_broadcast(
+                DistributedDataParallelKwargs(find_unused_parameters=True)
+            )
+            given = handler.to_kwargs()
+            assert given.pop("find_unused_parameters") and len(given) == 1
+            normed = DistributedDataParallel(nn.BatchNorm1d(1), **given)
+            compat_torch.process_group_store(6)
+        assert handler.broadcast_buffers or not normed.broadcast_buffers
+        assert getattr(normed, "forward_sync_buffers", False) is False
         for wrapped in (model, torch.compile(model)):
             model.require_forward_param_sync = True
             compat_torch.skip_buffer_broadcast(wrapped)
@@ -470,7 +475,7 @@ def test_liger_switches_are_boolean_arguments():
     } <= compat_liger.layer_switches()
 
 
-@pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "ipc"])
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
 def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
     needs("vllm")
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
@@ -479,7 +484,6 @@ def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
     packed = {"packed": True, "packed_buffer_size_bytes": 8}
     given = {
         "nccl": {**rendezvous, **packed, "packed_num_buffers": 1},
-        "sparse_nccl": rendezvous,
         "ipc": packed,
     }[backend]
     engine = WeightTransferTrainerFactory._registry[backend]()
@@ -489,10 +493,8 @@ def test_trainers_sides_of_vllm_take_the_fields_that_are_given(backend):
     assert accepts(engine.send_weights, ["self"]) and accepts(engine.shutdown, ["self"])
 
 
-def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
+def test_the_weight_source_of_vllm_has_our_members():
     needs("vllm")
-    from functools import cached_property
-
     from vllm.distributed import weight_transfer
 
     from groupwise.compat.vllm import weight_source
@@ -504,20 +506,6 @@ def test_the_weight_source_of_vllm_has_the_members_of_its_version(monkeypatch):
     source = weight_source(weights)
     assert isinstance(source, weight_transfer.WeightSource) and source.metadata() == expected
     assert [name for name, _ in source] == ["w"]
-
-    class Since33:
-        """The members of 0.33; ``metadata`` of a subclass must be a cached property."""
-
-        def __init_subclass__(cls):
-            assert isinstance(vars(cls)["metadata"], cached_property)
-
-        def iter_full(self):
-            raise NotImplementedError
-
-    monkeypatch.setattr(weight_transfer, "WeightSource", Since33)
-    weights.begin(lambda: iter([("w", torch.zeros(2, 3))]))
-    source = weight_source(weights)
-    assert source.metadata == expected and [name for name, _ in source.iter_full()] == ["w"]
 
 
 def test_vllm_symbols():

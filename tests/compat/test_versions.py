@@ -21,8 +21,9 @@ from support.runs import trainer
 from groupwise import ConfigError
 from groupwise.compat import transformers as compat
 from groupwise.cpu import linears_path
-from groupwise.generation import decoding
-from groupwise.generation.decoding import decoding_path, sample_tokens
+from groupwise.generation import settings
+from groupwise.generation.decoding import sample_tokens
+from groupwise.generation.settings import decoding_path
 from groupwise.generation.transformers_backend import TransformersBackend
 
 SIZES = {**architectures.SIZES, "vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -140,11 +141,11 @@ def test_a_choice_of_the_user_is_named(settings, text, tmp_path, caplog):
 
 def test_a_name_that_is_not_found_is_a_warning(tmp_path, caplog, monkeypatch):
     run = trainer(tmp_path)
-    monkeypatch.setattr(decoding, "cache_argument", lambda _: None)
+    monkeypatch.setattr(settings, "cache_argument", lambda _: None)
     message, level = line(run, caplog)
     assert "has no argument of a known name for the cache)" in message and level == "WARNING"
-    monkeypatch.setattr(decoding, "cache_without_rows", lambda _: ("its cache has DynamicLayer", True))
-    monkeypatch.setattr(decoding, "cache_argument", lambda _: "cache")
+    monkeypatch.setattr(settings, "cache_without_rows", lambda _: ("its cache has DynamicLayer", True))
+    monkeypatch.setattr(settings, "cache_argument", lambda _: "cache")
     message, level = line(run, caplog)
     assert "decoding: transformers (its cache has DynamicLayer)" in message and level == "WARNING"
     run.model.generate = partial(run.model.generate)

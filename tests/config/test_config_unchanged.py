@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 from support import tiny_vlm
+from support.architectures import RIGHT, build, build_vision
+from support.configs import config_of
 from support.runs import prompts, trainer
+from support.workers.distributed_worker import with_unused_parameters
 
 from groupwise import GRPOConfig, GRPOTrainer
+from groupwise.policy.loading import set_ddp_defaults
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"
@@ -67,3 +73,26 @@ def test_a_model_with_images_may_leave_its_vision_tower_without_gradient(tmp_pat
     assert not run.accelerator.ddp_handler.find_unused_parameters
     run = tiny_vlm.trainer(tmp_path / "reentrant", gradient_checkpointing_kwargs={"use_reentrant": True})
     assert not run.accelerator.ddp_handler.find_unused_parameters
+
+
+@pytest.mark.parametrize(
+    ("make", "unused"),
+    [
+        (lambda: build(*RIGHT["llama"]), ""),
+        (lambda: build_vision("gemma3_vl"), "vision_tower"),
+        (with_unused_parameters, "indexer"),
+    ],
+)
+def test_ddp_looks_for_parameters_that_a_text_does_not_use(make, unused, caplog):
+    accelerator = SimpleNamespace(
+        ddp_handler=None, num_processes=2, distributed_type=DistributedType.MULTI_CPU
+    )
+    accelerator.is_fsdp2 = False
+    model, args = make(), config_of()
+    set_ddp_defaults(accelerator, args, model, with_images=False)
+    assert accelerator.ddp_handler.find_unused_parameters is bool(unused)
+    assert (unused in caplog.text) if unused else not caplog.records
+    assert all(parameter.grad is None for parameter in model.parameters()) and model.training
+    accelerator.ddp_handler, accelerator.num_processes = None, 1  # nothing is computed for one process
+    set_ddp_defaults(accelerator, args, None, with_images=False)
+    assert not accelerator.ddp_handler.find_unused_parameters

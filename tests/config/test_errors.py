@@ -10,7 +10,7 @@ import pytest
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, RewardError, boundary, nearest_name
-from groupwise.generation.transformers_backend import warn_about_run_settings
+from groupwise.generation.settings import warn_about_run_settings
 from groupwise.rewards.runtime.calling import reward_invocation
 
 

@@ -43,6 +43,10 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "sequence_ratio_with_token_sum": {"importance_sampling_level": "sequence"},
     "entropy_coef_bounds": {"entropy_coef_min": 2.0},
     "entropy_coef_outside_bounds": {"use_adaptive_entropy": True, "entropy_coef": 1.5},
+    "router_replay_of_recorded_routing": {"router_replay": "R3", "use_vllm": True},
+    "balance_of_updates": {"router_aux_loss_scope": "global_batch", "use_liger_kernel": True},
+    "dataset_weights_above_zero": {"dataset_weights": {"maths": 0}},
+    "prompt_filter_of_rates": {"prompt_filter": {"min": 2}},
     "truncation_with_liger": {"use_liger_kernel": True, "top_p": 0.9},
 }
 

@@ -23,6 +23,8 @@ EXAMPLES: dict[str, object] = {
     "learning_rate": -1e-06,
     "activation_memory_fraction": 1.5,
     "router_aux_loss_coef": -0.1,
+    "router_aux_loss_scope": "sequence",
+    "router_replay": "R1",
     "num_generations": 1,
     "num_generations_eval": 0,
     "max_completion_length": 0,

@@ -18,7 +18,7 @@ PROGRAM = """
 import resource
 import sys
 import torch
-from groupwise.cpu.malloc import return_large_blocks
+from groupwise.cpu import return_large_blocks
 
 if sys.argv[1] == "set":
     assert return_large_blocks()
@@ -39,7 +39,7 @@ print((resident - shared) * page >> 20)  # pages of libraries come and go with t
 AGAIN = """
 import resource
 import torch
-from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
+from groupwise.cpu import keep_large_blocks, return_large_blocks
 
 assert return_large_blocks()
 
@@ -94,10 +94,10 @@ def test_within_the_context_freed_tensors_stay():
 
 
 def test_the_environment_has_precedence(monkeypatch):
-    from groupwise.cpu.malloc import keep_large_blocks, return_large_blocks
+    from groupwise.cpu import keep_large_blocks, return_large_blocks
 
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
-    monkeypatch.setattr("groupwise.cpu.malloc.malloc_trim", lambda: pytest.fail("nothing was changed"))
+    monkeypatch.setattr("groupwise.cpu.malloc_trim", lambda: pytest.fail("nothing was changed"))
     assert return_large_blocks() is False
     with keep_large_blocks():
         pass

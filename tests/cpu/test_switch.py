@@ -11,7 +11,6 @@ from support.runs import trainer
 
 from groupwise import cpu
 from groupwise.compat.torch import has_onednn_linear
-from groupwise.cpu import malloc
 from groupwise.cpu.linear import OneDNNLinear
 
 needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this PyTorch has no oneDNN")
@@ -24,7 +23,7 @@ def layers(device: str = "cpu") -> torch.nn.Sequential:
 @needs_onednn
 def test_training_replaces_linears_of_models_on_the_cpu(monkeypatch):
     called = []
-    monkeypatch.setattr(malloc, "return_large_blocks", lambda: called.append("malloc"))
+    monkeypatch.setattr(cpu, "return_large_blocks", lambda: called.append("malloc"))
     on_cpu, elsewhere = layers(), layers("meta")
     cpu.install_cpu_training([on_cpu, elsewhere])
     assert isinstance(on_cpu[0], OneDNNLinear) and not isinstance(elsewhere[0], OneDNNLinear)
@@ -46,7 +45,7 @@ def test_threads_on_a_busy_machine_are_a_warning_with_the_remedy(tmp_path, monke
 
 
 def test_linears_are_not_replaced_where_another_library_replaces_them(monkeypatch):
-    monkeypatch.setattr(malloc, "return_large_blocks", lambda: True)
+    monkeypatch.setattr(cpu, "return_large_blocks", lambda: True)
     model = layers()
     cpu.install_cpu_training([model], onednn_linears=False)
     assert type(model[0]) is torch.nn.Linear
@@ -54,7 +53,7 @@ def test_linears_are_not_replaced_where_another_library_replaces_them(monkeypatc
 
 def test_nothing_is_done_on_other_devices(monkeypatch):
     for name in ("return_large_blocks", "keep_large_blocks", "malloc_trim"):
-        monkeypatch.setattr(malloc, name, lambda: pytest.fail("the model is not on a CPU"))
+        monkeypatch.setattr(cpu, name, lambda: pytest.fail("the model is not on a CPU"))
     model = layers("meta")
     cpu.install_cpu_training([model])
     cpu.trim_heap(torch.device("meta"))
@@ -74,7 +73,7 @@ def test_generation_packs_weights_and_ends():
 def test_the_heap_is_trimmed_between_the_passes_of_each_micro_batch(tmp_path, monkeypatch):
     order = []
     run = trainer(tmp_path, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    monkeypatch.setattr(malloc, "malloc_trim", lambda: order.append("trim"))
+    monkeypatch.setattr(cpu, "malloc_trim", lambda: order.append("trim"))
     backward = run.accelerator.backward
     monkeypatch.setattr(
         run.accelerator, "backward", lambda *args, **kw: (order.append("backward"), backward(*args, **kw))

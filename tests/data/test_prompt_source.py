@@ -18,7 +18,7 @@ from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.data.loaders import GenerationBatches
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankSlice
 from groupwise.data.sampler import FirstRepeats, GroupSampler, PromptSampler
-from groupwise.data.streaming import LoaderPrompts
+from groupwise.data.sources import LoaderPrompts
 from groupwise.trl_hooks.state import InputsBuffer
 
 ONE = RankSlice(num_generations=1)
@@ -405,6 +405,8 @@ def test_a_loader_of_a_subclass_cannot_sample_dynamically(tmp_path):
 
     with pytest.raises(ConfigError, match="override _get_train_sampler instead"):
         trainer(tmp_path, kind=OwnLoader, dynamic_sampling=True)
+    with pytest.raises(ConfigError, match=r"prompt_filter or curriculum takes.*override _get_train_sampler"):
+        trainer(tmp_path, kind=OwnLoader, prompt_filter={"max": 0.9})
 
 
 def test_a_sampler_that_follows_rewards_is_read_after_them(tmp_path):

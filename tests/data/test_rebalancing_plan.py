@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.fakes.ranks import on_ranks
 
+from groupwise.cpu import cache_sized
 from groupwise.data.budget import MicroBatchBudget
 from groupwise.data.rebalancing import (
     WindowRows,
     WindowStats,
-    cache_sized,
     plan,
     rebalance,
     rows_needing_logps,
@@ -277,16 +277,16 @@ def test_rows_without_loss_tokens_are_skipped_without_the_setting():
 
 
 def test_a_cpu_computes_few_tokens_at_a_time_largest_part_first_but_no_prompt_twice(monkeypatch):
-    monkeypatch.setattr("groupwise.data.rebalancing._CACHE_TOKENS", 20)
+    monkeypatch.setattr("groupwise.cpu._CACHE_TOKENS", 20)
     # groups of 10 + 4 x 2 = 18 and 3 + 4 x 2 = 11 tokens and one of 4 + 2 x 4 = 12
     batch = MicroBatch.concatenate(window([10] * 4 + [3] * 4 + [4] * 2, [2] * 8 + [4] * 2, [1.0] * 10, 10))
-    assert rows_of(cache_sized(batch, "shared_prefix")) == [[0, 1, 2, 3], [8, 9], [4, 5, 6, 7]]
+    assert rows_of(cache_sized(batch, shared=True)) == [[0, 1, 2, 3], [8, 9], [4, 5, 6, 7]]
     # rows of 12, 5 and 8 tokens, taken in their order
-    assert rows_of(cache_sized(batch, "packed")) == [[3, 4], [8, 9], [5, 6, 7], [0], [1], [2]]
+    assert rows_of(cache_sized(batch, shared=False)) == [[3, 4], [8, 9], [5, 6, 7], [0], [1], [2]]
     full = MicroBatch.concatenate(window([10, 6], [2, 2], [1.0] * 2, 2))
-    assert rows_of(cache_sized(full, "packed")) == [[0, 1]]  # 12 + 8 tokens
+    assert rows_of(cache_sized(full, shared=False)) == [[0, 1]]  # 12 + 8 tokens
     small = batch.select([0, 1])
-    assert cache_sized(small, "shared_prefix") == [small]
+    assert cache_sized(small, shared=True) == [small]
 
 
 LAYOUTS = ["padded", "packed", "shared_prefix"]

@@ -36,6 +36,7 @@ def _launch(*arguments: str | Path) -> None:
 
 
 def _accelerate_launch(*arguments: str | Path) -> None:
+    """Run the worker as a user's script is started."""
     # `--cpu` starts one process unless there is MPI; the runs themselves stay on the CPU (use_cpu=True).
     options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     port = ["--dynamo_backend", "no", "--main_process_port", "0"]
@@ -44,7 +45,7 @@ def _accelerate_launch(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-def _launched_once(factory: pytest.TempPathFactory, launch: Callable[..., None], mode: str) -> Path:
+def _launched_once(factory: pytest.TempPathFactory, mode: str, launch: Callable[..., None] = _launch) -> Path:
     """The directory with the results of a launch that all test processes share."""
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / mode
@@ -65,7 +66,7 @@ def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """Weights of two processes by case."""
-    return torch.load(_launched_once(tmp_path_factory, _launch, "updates") / "updates.pt")
+    return torch.load(_launched_once(tmp_path_factory, "updates") / "updates.pt")
 
 
 def _assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -89,12 +90,16 @@ def test_two_processes_make_the_update_of_one(tmp_path: Path, updates: Any, case
     _assert_close(updates[case], single)
 
 
+@pytest.mark.representative("two processes make the update of one")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in OBJECTIVES if name != "bnpo"])
 def test_two_processes_make_the_update_of_one_large_batch(tmp_path: Path, updates: Any, case: str) -> None:
     single = update(tmp_path, rows=12, micro_batches=1, **UPDATES[case])
     _assert_close(updates[case], single)
 
 
+@pytest.mark.representative("two processes make the update of one")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in UPDATES if name.partition(",")[0] not in OBJECTIVES])
 def test_every_setting_changes_the_update(updates: Any, case: str) -> None:
     # Otherwise the agreement above would be one of runs without it.
@@ -104,6 +109,8 @@ def test_every_setting_changes_the_update(updates: Any, case: str) -> None:
     )
 
 
+@pytest.mark.representative("two processes make the update of one")
+@pytest.mark.slow
 def test_two_processes_step_in_a_window_without_gradient_as_if_they_had_computed_all_rows(
     updates: Any,
 ) -> None:
@@ -129,7 +136,7 @@ def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_pa
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run started with ``accelerate launch`` on two processes."""
-    return _launched_once(tmp_path_factory, _accelerate_launch, "train")
+    return _launched_once(tmp_path_factory, "train", _accelerate_launch)
 
 
 def _history(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -179,6 +186,8 @@ def test_evaluation_counts_every_row_once(trained: Path, tmp_path: Path) -> None
     one = evaluate(tmp_path, rows=10)
     assert two["eval_reward"] == pytest.approx(3.5)
     assert two["eval_pass@1"] == pytest.approx(7 / 10)  # 3 vowels or more
+    # The group of the second prompt is on both processes; its answers have 2 and 3 vowels.
+    assert (two["eval_reward/say x1"], two["eval_pass@1/say x1"]) == (2.5, 0.5)
     assert abs(two["eval_loss"]) > 1e-3
     own = {k: v for k, v in one.items() if not _TIMING.fullmatch(k)}
     # The spread of rewards is one of each batch by definition, and batches differ.

@@ -1,4 +1,4 @@
-"""Run every example for one step, all but one with a tiny model, and check the launch configurations."""
+"""Run every example for one step with a tiny model, and check the launch configurations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import gsm8k
 import pytest
 import yaml
 from support.tiny_smollm2 import save_tiny_smollm2
-from support.workers.launch import IMPORTS, run, without_extras
+from support.workers.launch import IMPORTS, WITH_VLLM, run, run_ranks, without_extras
+from transformers import Qwen2Config
 
 from groupwise import GRPOConfig
+from groupwise.errors import ConfigError
+from groupwise.generation.vllm.serve import check_tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -46,13 +48,14 @@ PUBLIC = (
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 LAUNCHED = "distributed.py"
 #: Examples that need extras, and Pillow; the others run in a process that cannot import any.
-NEEDS = {"lora.py": without_extras("peft"), "vlm.py": IMPORTS} | {
-    path.name: IMPORTS for path in SCRIPTS if any(package in path.stem for package in OPTIONAL)
+#: That adapters need PEFT alone is tested with the command line.
+NEEDS = {"lora.py": IMPORTS, "vlm.py": IMPORTS, "vllm_colocate.py": WITH_VLLM} | {
+    path.name: IMPORTS for path in SCRIPTS if "reasoning_gym" in path.stem or path.stem == "vllm_server"
 }
-#: The others run with a model of two layers that has its tokenizer.
-WITH_REAL_MODEL = ("custom_reward.py", "gsm8k.py")
-#: Answers of that model: calls of the tool of the example.
-CALLS = {
+#: Answers of the model of two layers, which is random for other examples: they have a gradient, or calls of
+#: the tool of the example.
+ANSWERS = {
+    "gsm8k.py": ("#### 7", "#### 600"),
     "environment.py": ("guess(5)", "guess(9)"),
     "environment_reasoning_gym.py": ("submit(12)", "submit(7)"),
     "tools.py": ("price(tea)", "price(honey)"),
@@ -65,16 +68,11 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
     for package in OPTIONAL:
         if package in script.stem and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    command, flags = [], []
-    if script.name == LAUNCHED:
-        command += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-        command += ["--main_process_port", "0"]
-        flags = ["--use_cpu"]
+    start, flags = (run_ranks, ["--use_cpu"]) if script.name == LAUNCHED else (run, [])
     if script.name != "vlm.py":  # makes a tiny vision model of its own
-        tiny = partial(save_tiny_smollm2, smollm2_path, tmp_path / "tiny", CALLS.get(script.name, ()))
-        flags += ["--model", smollm2_path if script.name in WITH_REAL_MODEL else tiny()]
+        answers = ANSWERS.get(script.name, ())
+        flags += ["--model", save_tiny_smollm2(smollm2_path, tmp_path / "tiny", answers)]
     if script.name == "gsm8k.py":
-        # A handful of questions that SmolLM2 answers at times, so that there is a gradient.
         rows = [{"question": f'Say "#### {n}".', "answer": f"#### {n}"} for n in (7, 600, 12, 5)]
         for split in ("train", "test"):
             (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,7 +80,7 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
     steps = 3 if script.name == "gsm8k.py" else 1
     arguments = ["--max_steps", steps, "--output_dir", tmp_path / "out", *flags]
     imports = NEEDS.get(script.name, without_extras())
-    done = run(*command, script, *arguments, directory=tmp_path, imports=imports)
+    done = start(script, *arguments, directory=tmp_path, imports=imports)
     shown = done.stdout
     assert done.returncode == 0, shown[-2000:] + done.stderr[-4000:]
     assert ("held-out accuracy" if script.name == "grpo_from_scratch.py" else f"{steps} steps in ") in shown
@@ -93,7 +91,7 @@ def test_an_example_runs(script, smollm2_path, tmp_path):
         norms = [log["grad_norm"] for log in logs if "grad_norm" in log]
         assert len(norms) == 3 and max(norms) > 0
         assert re.search(r"test accuracy: [\d.]+% before, [\d.]+% after 3 steps", shown)
-    if script.name in CALLS:
+    elif script.name in ANSWERS:
         logs = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
         metrics = next(log for log in map(json.loads, logs) if "tools/call_frequency" in log)
         assert metrics["tools/call_frequency"] > 0.5 and metrics["tools/failure_frequency"] < 0.5
@@ -198,6 +196,7 @@ def test_accelerate_accepts_the_configuration(path):
 PROGRAMS = {
     "scontrol": "if [[ $1 == show ]]; then printf 'node%s\\n' 1 2 3; else echo \"scontrol $*\" >> calls; fi",
     "srun": 'echo "srun $*" >> calls; while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"',
+    "curl": 'echo "curl $*" >> calls',
     "groupwise": "for _ in {1..200}; do [[ $1 != train ]] || grep -q '^groupwise vllm' calls && break; "
     "sleep 0.1; done\n"
     'echo "groupwise $*" >> calls\n[[ ! -f hang || $1 != train ]] || exec sleep 30',
@@ -245,10 +244,15 @@ def test_the_slurm_job_serves_on_the_last_nodes_and_trains_on_the_others(slurm_j
     assert settings.endswith(",".join(f"http://{node}:8000" for node in nodes[trainers:]))
     names = re.findall(r"--(\w+)", settings)
     assert names == ["use_vllm", "vllm_mode", "vllm_server_base_url"]
+    asked = [call.split("/")[2] for call in calls if call.startswith("curl")]
+    assert asked == [f"{node}:8000" for node in nodes[trainers:]]
     assert set(names) <= set(GRPOConfig.__dataclass_fields__)
-    assert (
-        "groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000 --tensor_parallel_size 8" in calls
-    )
+    served = "groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000"
+    assert f"{served} --tensor_parallel_size 4 --data_parallel_size 2" in calls
+    qwen = Qwen2Config(num_attention_heads=28, num_key_value_heads=4)  # the model of the page
+    check_tensor_parallel(qwen, 4, "--tensor_parallel_size")
+    with pytest.raises(ConfigError, match="allowed: 1, 2, 4, 28"):
+        check_tensor_parallel(qwen, 8, "--tensor_parallel_size")
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
@@ -284,7 +288,8 @@ def test_a_slurm_job_without_a_node_to_train_on_ends_at_once(slurm_job):
 def test_every_pod_of_the_jobset_trains_and_resumes(slurm_job, tmp_path, monkeypatch, has_checkpoint):
     job = yaml.safe_load((EXAMPLES / "kubernetes" / "jobset.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (replicated,) = job["spec"]["replicatedJobs"]
+    serve, replicated = job["spec"]["replicatedJobs"]
+    assert job["spec"]["successPolicy"]["targetReplicatedJobs"] == [replicated["name"]]
     pods = replicated["template"]["spec"]
     (container,) = pods["template"]["spec"]["containers"]
     assert pods["parallelism"] == pods["completions"] == 2 and pods["completionMode"] == "Indexed"
@@ -294,9 +299,18 @@ def test_every_pod_of_the_jobset_trains_and_resumes(slurm_job, tmp_path, monkeyp
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     if has_checkpoint:
         (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    (tmp_path / "calls").write_text("groupwise vllm-serve\n")  # a fake trainer waits for one
-    subprocess.run(container["command"], cwd=tmp_path, check=True, timeout=60)
-    launched = (tmp_path / "calls").read_text().splitlines()[-1]
+    (server,) = serve["template"]["spec"]["template"]["spec"]["containers"]
+    for one in (server, container):
+        subprocess.run(one["command"], cwd=tmp_path, check=True, timeout=60)
+    served, asked, launched = (tmp_path / "calls").read_text().splitlines()
+    address = f"http://{job['metadata']['name']}-{serve['name']}-0-0.{job['metadata']['name']}:8000"
+    assert served.startswith("groupwise vllm-serve --config run.yaml --host 0.0.0.0 --port 8000 ")
+    assert (
+        served.endswith("--tensor_parallel_size 4 --data_parallel_size 2")
+        and server["env"] == container["env"]
+    )
+    assert asked == f"curl -sf {address}/health"
+    assert launched.partition(" --use_vllm true --vllm_mode server --vllm_server_base_url ")[2] == address
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--num_machines 2 --machine_rank 1 --num_processes {2 * gpus} " in launched
     first = f"{job['metadata']['name']}-{replicated['name']}-0-0.{job['metadata']['name']}"
@@ -305,23 +319,35 @@ def test_every_pod_of_the_jobset_trains_and_resumes(slurm_job, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
-def test_every_node_of_the_skypilot_job_trains_and_resumes(slurm_job, tmp_path, monkeypatch, has_checkpoint):
+def test_the_last_node_of_the_skypilot_job_serves_and_the_others_train(
+    slurm_job, tmp_path, monkeypatch, has_checkpoint
+):
     job = yaml.safe_load((EXAMPLES / "skypilot" / "train.yaml").read_text())
     ((place, _),) = job["volumes"].items()
     gpus, nodes = int(job["resources"]["accelerators"].partition(":")[2]), job["num_nodes"]
     for name, value in {
-        **{"NUM_NODES": nodes, "NODE_RANK": 1, "NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_GPUS_PER_NODE": gpus},
+        **{"NUM_NODES": nodes, "NODE_RANK": 1, "NUM_GPUS_PER_NODE": gpus, "TASK_ID": "7"},
+        "NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3",
     }.items():
         monkeypatch.setenv(f"SKYPILOT_{name}", str(value))
     if has_checkpoint:
         (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
-    (tmp_path / "calls").write_text("groupwise vllm-serve\n")  # a fake trainer waits for one
-    assert job["run"].count(f"cd {place}\n") == 1
-    subprocess.run(
-        ["bash", "-c", job["run"].replace(f"cd {place}\n", f"cd {tmp_path}\n")], check=True, timeout=60
-    )
-    launched = (tmp_path / "calls").read_text().splitlines()[-1]
-    assert f"--num_machines {nodes} --machine_rank 1 --num_processes {nodes * gpus} " in launched
+    assert job["run"].count(f"cd {place}\n") == 1 and "VLLM_API_KEY" in job["envs"]
+    command = ["bash", "-c", job["run"].replace(f"cd {place}\n", f"cd {tmp_path}\n")]
+    trainer = (tmp_path / "groupwise").read_text()
+    (tmp_path / "groupwise").write_text('#!/usr/bin/env bash\necho "groupwise $*" >> calls; exec sleep 60\n')
+    server = subprocess.Popen(command, env={**os.environ, "SKYPILOT_NODE_RANK": str(nodes - 1)})
+    end = time.monotonic() + 60
+    while not (tmp_path / "calls").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    (tmp_path / "groupwise").write_text(trainer)
+    subprocess.run(command, check=True, timeout=60)
+    assert server.wait(timeout=30) == 0  # it stops when the trainers have
+    served, asked, launched = (tmp_path / "calls").read_text().splitlines()
+    assert served.endswith(f"--tensor_parallel_size 4 --data_parallel_size {gpus // 4}")
+    assert asked == "curl -sf http://10.0.0.3:8000/health"
+    assert launched.endswith("--vllm_mode server --vllm_server_base_url http://10.0.0.3:8000")
+    assert f"--num_machines {nodes - 1} --machine_rank 1 --num_processes {(nodes - 1) * gpus} " in launched
     assert "--main_process_ip 10.0.0.1 " in launched
     assert ("--resume_from_checkpoint true" in launched) is has_checkpoint
 

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import pytest
 from support.tiny_smollm2 import save_tiny_smollm2
+from support.workers import forked_server
+from support.workers.launch import WITH_VLLM, Script, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
@@ -63,21 +64,19 @@ def test_they_train_on_cpus(smollm2_path, tmp_path):
         return [sys.executable, *program, *(word.replace("8000", port) for word in words), *more]
 
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "server.log", "w") as log:
-        serving = command(SERVE, ["-m", "groupwise.cli", "vllm-serve"], "--port", port)
-        server = subprocess.Popen(serving, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    # Forked, with its engine: each import of vLLM takes 13 s of processor time.
+    serving = command(SERVE, [forked_server.__file__, "groupwise.cli", "vllm-serve"], "--port", port)[1:]
+    server = Script(*serving, directory=tmp_path, environment=environment, imports=WITH_VLLM)
     try:
         end = time.monotonic() + 400
         while not _is_healthy(port):
-            assert server.poll() is None and time.monotonic() < end, (tmp_path / "server.log").read_text()
+            assert server.poll() is None and time.monotonic() < end, server.text(0) + server.text(1)
             time.sleep(0.5)
         more = ["--max_steps", "3", "--output_dir", str(tmp_path / "out")]
-        training = command(TRAIN, [str(ROOT / "examples" / "vllm_server.py")], *more)
-        done = subprocess.run(
-            training, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
-        )
+        training = command(TRAIN, [str(ROOT / "examples" / "vllm_server.py")], *more)[1:]
+        done = run(*training, directory=tmp_path, environment=environment, timeout=400)
     finally:
-        server.terminate()
+        server.kill()
     assert done.returncode == 0, done.stderr[-4000:]
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     logs = [log for log in map(json.loads, lines) if "reward" in log]

@@ -32,9 +32,9 @@ def test_engine_and_trainer_agree_after_two_steps(smollm2_path, tmp_path):
         use_vllm=True,
         vllm_max_model_length=128,
         vllm_engine_kwargs={"kv_cache_memory_bytes": 2**28},
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=12,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=8,
         max_steps=2,
         logging_steps=1,
         learning_rate=1e-3,
@@ -57,7 +57,7 @@ def test_engine_and_trainer_agree_after_two_steps(smollm2_path, tmp_path):
     sync(run, run.model)
     new = engine_greedy(run.backend, prompts)
     run.backend.close()
-    assert new == greedy(run.model, prompts, 12, run.backend.end_tokens)
+    assert new == greedy(run.model, prompts, 8, run.backend.end_tokens)
     assert old != new
 
 

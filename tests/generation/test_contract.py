@@ -1,6 +1,7 @@
 """The contract of ``GenerationBackend``, on every backend; vLLM servers are stand-ins.
 
-Files: ``generation/base.py``, ``generation/vllm/server.py``, ``records/images.py``.
+Files: ``generation/base.py``, ``generation/backends.py``, ``generation/vllm/server.py``,
+``records/images.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,8 @@ from support.fakes.fake_vllm import FakeVLLM
 from support.serialization import reloaded
 
 from groupwise import ConfigError, GRPOConfig, register_backend
-from groupwise.generation.base import (
-    GenerationBackend,
-    check_backend,
-    check_images,
-    make_backend,
-)
+from groupwise.generation.backends import check_backend, check_images, make_backend
+from groupwise.generation.base import GenerationBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import SamplingOptions
 from groupwise.records.images import ImageInputs

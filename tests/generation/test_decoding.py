@@ -1,6 +1,7 @@
 """Decoding of groups against transformers' own ``generate`` and against exact probabilities.
 
-Files: ``cpu/multinomial.py``, ``generation/growing_cache.py``, ``generation/transformers_backend.py``.
+Files: ``cpu/multinomial.py``, ``generation/growing_cache.py``, ``generation/settings.py``,
+``generation/transformers_backend.py``.
 """
 
 from __future__ import annotations
@@ -53,15 +54,9 @@ from groupwise.cpu.linear import replace_linears
 from groupwise.cpu.multinomial import NO_TOKEN, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation import decoding
-from groupwise.generation.decoding import (
-    OneQueryAttention,
-    can_decode_groups,
-    decode_groups,
-    decoding_path,
-    group_prompts,
-    sample_tokens,
-)
+from groupwise.generation.decoding import OneQueryAttention, decode_groups, group_prompts, sample_tokens
 from groupwise.generation.growing_cache import GrowingLayer
+from groupwise.generation.settings import can_decode_groups, decoding_path
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.records import ImageInputs, SamplingOptions
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+import threading
+import time
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,6 +20,7 @@ from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm.client import HttpClient, ServerUnavailableError
+from groupwise.records import Completion
 
 
 @pytest.fixture
@@ -99,6 +104,59 @@ class Dice(Quiz):
         return self.length + float(self.shown[:6]) + torch.rand(()).item()
 
 
+class Held(Quiz):
+    """Its tool, beside the update, answers once the server has the weights of the batch's own step."""
+
+    run: ClassVar[Any] = None
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        # The first step resets the batch of the second step before its own.
+        batch = {0: 1, 1: 0}.get(place := len(self.begun) // 4, place)
+        self.begun.append(batch)
+        self.batch = batch
+        return super().reset(prompt)
+
+    begun: ClassVar[list[int]] = []
+
+    async def measure(self, text: str) -> int:
+        while (self.run.backend.version or 0) < self.batch:
+            await asyncio.sleep(0.005)
+        return super().measure(text)
+
+    measure.__doc__ = Quiz.measure.__doc__
+
+
+@pytest.fixture
+def held(fake, tmp_path):
+    """Four steps in double precision; later turns are sampled after the update. Its rollouts and rewards."""
+    Held.begun.clear()
+    fake.logprob = lambda position: -1 - int(fake.version.split(":")[-1]) / 100
+    run = Held.run = run_with_environment(fake, tmp_path / "held", Held, rollout_staleness=1, **in_double())
+    generate_rollouts, found, rewards = run.generate_rollouts, [], []
+
+    class FirstTurnsAreThere(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            (*_, batch) = [*run.agents.ahead.values()] or [None]
+            while batch is not None and any(not each.trajectory.turns for each in batch.rollouts):
+                time.sleep(0.005)
+
+    run.add_callback(FirstTurnsAreThere())
+
+    def watched(request: Any) -> Any:
+        found.append(rollouts := generate_rollouts(request))
+        rewards.append([environment.get_reward() for environment in run.environments])
+        return rollouts
+
+    run.generate_rollouts = watched
+    run.train()
+    return run, found, rewards
+
+
+def in_double():
+    text = agent_runs.tokenizer()
+    return {"model": agent_runs.policy(len(text)).double(), "logprob_mismatch_check": "off"}
+
+
 class Talk:
     """Runs the rollouts itself: two turns."""
 
@@ -135,6 +193,10 @@ run_with_environment_and_rounds = partial(
 )
 
 
+def given_reward(given, **_):
+    return given
+
+
 def varies_but_in_one_row(completion_ids, row, **_):
     """No variance in the groups of row 0."""
     return [float(ids[2] * (number > 0)) for ids, number in zip(completion_ids, row, strict=True)]
@@ -161,7 +223,7 @@ def staleness(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 5])  # an epoch has 8 steps
+@pytest.mark.parametrize("depth", [1, 5])  # an epoch has 8 steps
 def test_batches_are_prefetched_once(fake, tmp_path, depth):
     run_for(fake, tmp_path / "on_policy", max_steps=10).train()
     on_policy = asked(fake)
@@ -185,9 +247,8 @@ def test_the_next_batch_is_requested_before_the_update(fake, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [run_with_rounds, run_with_tool, run_with_quiz])
-def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path, make):
-    """Dynamic sampling: those of its first round. Agents: first turns. The others follow in its own step."""
+def test_the_first_round_of_a_batch_is_requested_before_the_update(fake, tmp_path):
+    make = run_with_rounds
     make(fake, tmp_path / "on_policy").train()
     on_policy = sorted(asked(fake))
     fake.bodies.clear()
@@ -213,9 +274,204 @@ def test_the_first_requests_of_a_batch_are_made_before_the_update(fake, tmp_path
     run.train()
     assert sorted(asked(fake)) == on_policy  # the same prompts with the same seeds, none beyond the end
     assert ahead == {step: calls[step][0] for step in (1, 2, 3)}
-    assert sum(map(len, calls.values())) > 4  # several rounds, or turns
+    assert sum(map(len, calls.values())) > 4  # several rounds
     assert before_update == [1, 2, 3, 3]
     assert staleness(run)[0] == 0 and all(0 < steps <= 1 for steps in staleness(run)[1:])
+
+
+async def measure_slowly(text: str) -> int:
+    await asyncio.sleep(0.03)
+    return agent_runs.measure(text)
+
+
+measure_slowly.__doc__ = agent_runs.measure.__doc__
+measure_slowly.__name__ = "measure"
+run_with_async_tool = partial(run_with_tool, tools=[measure_slowly])
+
+
+class WholeBatches(TrainerCallback):
+    """The update begins once the conversations of the next batch have gone as far as they can beside it."""
+
+    def __init__(self, run: Any) -> None:
+        self.run, self.ended = run, []
+
+    def on_pre_optimizer_step(self, *args, **kwargs):
+        for batch in self.run.agents.ahead.values():
+            batch.thread.result(timeout=30)
+            self.ended.append([rollout.request is None and not rollout.calls for rollout in batch.rollouts])
+
+
+def test_whole_conversations_are_sampled_beside_the_update(fake, tmp_path):
+    run = run_with_async_tool(fake, tmp_path, rollout_staleness=1)
+    whole, calls, generate = WholeBatches(run), [], run.backend.generate
+    run.add_callback(whole)
+    run.backend.generate = lambda *given: calls.append(run.state.global_step) or generate(*given)
+    run.train()
+    assert whole.ended == [[True] * 4] * 3
+    assert set(calls) == {0}  # the other steps sample nothing: their batches are there
+    assert staleness(run) == [0, 1, 1, 1]
+    turns = [line["tools/call_frequency"] for line in run.state.log_history if "loss" in line]
+    assert max(turns) > 1  # conversations of three turns and more
+
+
+def test_a_sync_tool_is_called_in_the_step_of_its_batch_and_a_warning_says_so(fake, tmp_path, caplog):
+    threads = set()
+
+    def measure(text):
+        threads.add(threading.current_thread())
+        return agent_runs.measure(text)
+
+    measure.__doc__, measure.__annotations__ = agent_runs.measure.__doc__, {"text": str, "return": int}
+    run = run_with_tool(fake, tmp_path, tools=[measure], rollout_staleness=1)
+    whole = WholeBatches(run)
+    run.add_callback(whole)
+    run.train()
+    assert threads == {threading.current_thread()}
+    assert not any(map(all, whole.ended))
+    assert all(0 < steps <= 1 for steps in staleness(run)[1:])
+    assert "calls measure waits for its step" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_turn_after_the_update_is_sampled_by_the_new_weights(held):
+    run, found, _ = held
+    mixed = 0
+    for step, rollouts in enumerate(found):
+        for completion in rollouts.completions:
+            versions = list(zip(completion.versions, completion.logps, completion.loss_mask, strict=True))
+            sampled = [(version, logp) for version, logp, kept in versions if kept]
+            first = completion.turns[0][1]
+            assert {version for version, _ in sampled[:first]} == {max(step - 1, 0)}
+            assert {version for version, _ in sampled[first:]} <= {step}  # none is older than the bound
+            assert all(math.isclose(logp, -1 - version / 100) for version, logp in sampled)
+            mixed += len({version for version, _ in sampled}) == 2
+    assert mixed >= 3
+    lines = [line for line in run.state.log_history if "loss" in line]
+    assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_the_update_is_that_of_the_same_tokens_and_versions_given_by_hand(held, fake, tmp_path):
+    run, found, rewards = held
+    by_hand = run_with_tool(fake, tmp_path / "by_hand", reward_funcs=[given_reward], **in_double())
+
+    def given(request):
+        step = by_hand.state.global_step
+        fields = "token_ids", "logps", "loss_mask", "truncated", "versions"
+        old = found[step].completions
+        completions = [Completion(**{name: getattr(one, name) for name in fields}) for one in old]
+        changed = {"completions": completions, "extra": {"given": rewards[step]}}
+        return replace(found[step], **changed, **request.kept_fields())
+
+    by_hand.generate_rollouts = given
+    by_hand.train()
+    assert [line["staleness"] for line in by_hand.state.log_history if "loss" in line] == staleness(run)
+    for name, weight in run.model.state_dict().items():
+        assert weight.dtype == torch.float64
+        torch.testing.assert_close(by_hand.model.state_dict()[name], weight, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["drop", 500, "restart"])
+def test_a_server_that_fails_in_a_later_turn_changes_no_history(fake, tmp_path, failure):
+    histories = []
+    for failing in (False, True):
+        run = run_with_async_tool(fake, tmp_path / str(failing), rollout_staleness=1)
+        whole, answer, failed = WholeBatches(run), fake.answer, []
+
+        def answering(path, query, body, answer=answer, failed=failed, run=run):
+            later = path == GENERATE and body["token_ids"].count(run.processing_class.eos_token_id) > 2
+            if later and run.state.global_step == 1 and len(failed) < 2:
+                failed.append(body)
+                if failure == "restart":
+                    fake.version = "default"
+                else:
+                    return failure if failure == 500 else 503, "as planned"
+            return answer(path, query, body)
+
+        run.add_callback(whole)
+        if failing:
+            fake.answer = answering
+        run.train()
+        fake.answer = answer
+        run.backend.close()
+        assert bool(failed) == failing
+        histories.append([losses(run), staleness(run), whole.ended])
+    (*undisturbed, _), (*after, ended) = histories
+    assert after[0] == undisturbed[0]
+    if failure == "restart":  # what the thread could not sample is sampled in the step, after a push
+        assert not all(map(all, ended))
+
+
+@pytest.mark.slow
+def test_a_tool_that_hangs_beside_the_update_ends_at_its_limit(fake, tmp_path):
+    hung = []
+
+    async def measure(text: str) -> int:
+        if len(hung) < 2:
+            hung.append(text)
+            await asyncio.sleep(1000)
+        return len(text)
+
+    measure.__doc__ = agent_runs.measure.__doc__
+    run = run_with_tool(fake, tmp_path, tools=[measure], rollout_staleness=1, tool_timeout=0.2, max_steps=3)
+    run.train()
+    failures = [line["tools/failure_frequency"] for line in run.state.log_history if "loss" in line]
+    assert len(hung) == 2 and len(failures) == 3 and any(failures)
+
+
+@pytest.mark.slow
+def test_an_environment_that_hangs_ahead_is_repeated_in_its_step(fake, tmp_path):
+    class Hanging(Talk):
+        time_limit, hung = 0.3, 0
+
+        async def run_rollout(self, row, chat):
+            if self.hung < 2:
+                Hanging.hung += 1
+                first = await chat([{"role": "user", "content": f"hang {self.hung}"}], [])
+                await asyncio.sleep(1000)
+                assert first is None
+            return await super().run_rollout(row, chat)
+
+    settings = {"rollout_on_error": "retry", "rollout_retries": 2, "rollout_staleness": 1, "max_steps": 3}
+    run = run_with_dialogue(fake, tmp_path, environment_factory=Hanging(), **settings)
+    run.train()
+    lines = [line for line in run.state.log_history if "loss" in line]
+    assert sum(line["rollouts/retry_frequency"] for line in lines) == 2 / 4
+    assert [line["rollouts/dropped_share"] for line in lines] == [0] * 3
+
+
+@pytest.mark.slow
+def test_an_interrupt_beside_conversations_leaves_nothing_behind(fake, tmp_path):
+    """Environments with a call in progress are not used again, and their threads end."""
+
+    class Slow(Quiz):
+        async def measure(self, text: str) -> int:
+            await asyncio.sleep(0.3)
+            return super().measure(text)
+
+    Slow.measure.__doc__ = Quiz.measure.__doc__
+
+    class Interrupt(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1 and not stopped:
+                (batch,) = run.agents.ahead.values()
+                while not any(rollout.futures and not rollout.request for rollout in batch.rollouts):
+                    time.sleep(0.002)
+                calling = [r.place.instance for r in batch.rollouts if r.futures and not r.request]
+                stopped.extend([batch.thread, *calling])
+                raise KeyboardInterrupt
+
+    stopped: list[Any] = []
+    run = run_with_environment(fake, tmp_path / "cut", Slow, rollout_staleness=1, callbacks=[Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()  # from the beginning
+    assert len(staleness(run)) == 4
+    thread, *calling = stopped
+    assert thread.done() and calling
+    idle = run.agents.loop.pool.types[None].idle
+    assert not {*map(id, calling)} & {*map(id, [*idle, *run.environments])}
 
 
 def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path, caplog):
@@ -231,9 +487,9 @@ def test_a_rollout_func_is_never_prefetched_and_a_warning_says_so(fake, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path, depth):
+def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path):
     """Evaluations, rewards and callbacks use those of their batch, which no later ``reset`` has changed."""
+    depth = 2
     Quiz.made.clear()
     run = run_with_environment(
         fake,
@@ -297,10 +553,8 @@ def test_every_generation_is_used_as_often_as_configured(fake, tmp_path):
 @pytest.mark.parametrize(
     ("make", "stop", "steps", "depth"),
     [
-        (run_for, 2, 4, 1),
         (run_for, 7, 9, 1),  # with the next epoch's first batch asked for
-        (run_with_rounds, 2, 4, 1),
-        (run_with_tool, 2, 4, 1),
+        (run_with_async_tool, 2, 4, 1),
         (run_with_environment, 2, 5, 2),
         (run_with_environment_and_rounds, 1, 3, 1),
         (run_with_dialogue, 2, 4, 1),

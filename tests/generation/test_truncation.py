@@ -10,8 +10,8 @@ from support.truncation import kept_by_top_p
 from test_decoding import PROMPTS, by_generate, by_groups, settings, tiny
 
 from groupwise.generation import truncation
+from groupwise.generation.settings import make_recorder
 from groupwise.generation.transformers_backend import TransformersBackend
-from groupwise.generation.truncation import make_recorder
 from groupwise.records import SamplingOptions
 
 SAMPLED = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 12}

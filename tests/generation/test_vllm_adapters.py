@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.engine_runs import (
     assert_follows_four_bits,
-    chat_prompts,
     engine_greedy,
     four_bit_policy,
     greedy,
@@ -32,18 +30,12 @@ from support.workers.vllm_process import ServerProcess
 from test_vllm_server import UPDATE
 from transformers import AutoModelForCausalLM
 
-from groupwise import GRPOConfig, GRPOTrainer
+from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.plugin import ADAPTER_FILES, PLACE_ADAPTER, place_adapter
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
-
-QUESTIONS = ["What is 2+3?", "Name a colour."]
-
-
-def contains_e(completions, **_):
-    return [float(completion[0]["content"].count("e")) for completion in completions]
 
 
 @pytest.fixture
@@ -352,7 +344,7 @@ def real(test):
 
 @pytest.fixture(scope="module")
 def four_bits(tmp_path_factory):
-    """The arguments of a trainer with a policy in 4 bits, and a server of its matrices with two engines."""
+    """The arguments of a trainer with a policy in 4 bits, and a server of its matrices."""
     pytest.importorskip("bitsandbytes")
     directory = tmp_path_factory.mktemp("server")
     given = four_bit_policy(directory / "base")
@@ -361,7 +353,7 @@ def four_bits(tmp_path_factory):
         directory / "model"
     )
     tokenizer().save_pretrained(directory / "model")
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--data-parallel-size", "2")
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
     server = ServerProcess(directory, flags)
     yield given, server.start().wait()
     server.kill()
@@ -388,11 +380,26 @@ def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp
         run_for(server, tmp_path / str(seed), seed=seed, peft_config=LoraConfig(**lora), **settings)
         for seed in (1, 2)
     ]
+    load, sizes = VLLMServerBackend.load_adapter, []
+
+    def counted(*given):
+        sizes.append(load(*given))
+        return sizes[-1]
+
+    monkeypatch.setattr(VLLMServerBackend, "load_adapter", counted)
     for run in runs:
         run.train()
+        name = "sampling/sampling_logp_difference/max"  # of steps with a gradient
+        logged = [line[name] for line in run.state.log_history if name in line]
+        assert logged and max(logged) < 1e-3
     sync(runs[0], runs[0].model)
     elsewhere(monkeypatch)
     sync(runs[1], runs[1].model)
+    merged = sum(tensor.nbytes for _, tensor in PolicyWeights(runs[1].model).full())
+    *by_path, by_bytes = sizes
+    assert len(by_path) == 2 * 2 + 1  # per step, and after the steps of the first run
+    assert max(by_path) < 0.2 * merged  # the adapter alone
+    assert by_bytes >= 4 / 3 * by_path[-1]  # in base64
     names = [f"groupwise-adapters-*/{run.backend.servers.adapter}" for run in runs]
     none, (written,) = (list(Path(tempfile.gettempdir()).glob(name)) for name in names)
     assert none == [] and written.parent.stat().st_mode & 0o777 == 0o700
@@ -400,6 +407,14 @@ def test_two_runs_on_a_real_server_sample_with_their_own_adapters(four_bits, tmp
     expected = [greedy(run.model, prompts, 6, run.backend.end_tokens) for run in runs]
     assert found == expected * 2 and expected[0] != expected[1]
     for run in runs:
+        for prompt in prompts[:2]:
+            (completion,) = run.backend.generate([prompt])
+            given = torch.tensor(completion.logps).double()
+            gap = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
+            with run.model.disable_adapter():
+                ignored = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
+            assert gap < 2e-4 and ignored > 10 * gap
+            assert completion.versions == [2] * len(completion.token_ids)
         run.backend.close()
     assert not written.exists()
 
@@ -418,67 +433,16 @@ def test_a_sweep_on_a_real_server_has_the_histories_of_its_runs_alone(four_bits,
 
 @pytest.mark.slow
 @real
-@pytest.mark.real_model
-def test_a_real_server_samples_with_the_adapter_of_every_step(smollm2_path, tmp_path):
-    """SmolLM2-135M-Instruct in float32 and rank 8; the adapter is below 2 % of the merged weights."""
-    (tmp_path / "model").symlink_to(smollm2_path)
-    more = ("--enable-lora", "--max-lora-rank", "8", "--max-model-len", "128")
-    server = ServerProcess(tmp_path, more).start()
-    config = GRPOConfig(
-        str(tmp_path / "run"),
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=server.url,
-        vllm_server_timeout=240.0,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
-    lora = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    sizes = []
-    load = VLLMServerBackend.load_adapter
+def test_both_data_parallel_engines_of_a_real_server_get_the_adapter(tmp_path):
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--data-parallel-size", "2")
+    server = ServerProcess(tmp_path, flags).start().wait()
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    run = run_for(server, tmp_path / "run", model=str(tmp_path / "model"), peft_config=lora)
+    prompts = [[4 + i] for i in range(12)]  # enough for both
     try:
-        run = GRPOTrainer(
-            str(tmp_path / "model"), contains_e, config, Dataset.from_list(rows), peft_config=lora
-        )
-        server.wait()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                VLLMServerBackend, "load_adapter", lambda *given: sizes.append(load(*given)) or sizes[-1]
-            )
-            run.train()
-            prompts = chat_prompts(run, rows)
-            sync(run, run.model)
-            new = engine_greedy(run.backend, prompts)
-            elsewhere(patch)
-            run.backend.invalidate_weights()
-            sync(run, run.model)
-        for line in run.state.log_history[:2]:
-            assert line["sampling/sampling_logp_difference/max"] < 1e-3
-        by_bytes = engine_greedy(run.backend, prompts)
-        assert by_bytes == new == greedy(run.model, prompts, 8, run.backend.end_tokens)
-        for prompt in prompts:
-            (completion,) = run.backend.generate([prompt])
-            given = torch.tensor(completion.logps).double()
-            gap = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
-            with run.model.disable_adapter():
-                ignored = (given - trainer_logps(run.model, prompt, completion.token_ids, 1.0)).abs().max()
-            print(f"log-probs differ by {gap:.1e}, from those without the adapter by {ignored:.1e}")
-            assert gap < 2e-4 and ignored > 10 * gap
-            assert completion.versions == [2] * len(completion.token_ids)
-        merged = sum(tensor.nbytes for _, tensor in PolicyWeights(run.model).full())
-        print(f"bytes per sync: {sizes}, merged weights {merged}")
-        assert len(sizes) == 4 and max(sizes) < 0.02 * merged
-        assert sizes[3] > 4 / 3 * sizes[2]  # as bytes in base64
-        run.backend.close()
+        sync(run, run.model)
+        assert run.backend.server_info[0].num_engines == 2
+        assert engine_greedy(run.backend, prompts) == greedy(run.model, prompts, 6, run.backend.end_tokens)
     finally:
+        run.backend.close()
         server.kill()

@@ -5,19 +5,23 @@ Files: ``generation/vllm/base.py``, ``generation/vllm/client.py``.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
 import re
 import threading
 import time
+import tracemalloc
 from functools import partial
 
+import httpx
 import pytest
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import client as client_module
-from groupwise.generation.vllm.base import Request, group_requests
+from groupwise.generation.vllm.base import Request, group_requests, make_completion
 from groupwise.generation.vllm.client import (
     LostAnswerError,
     LostWeightsError,
@@ -53,6 +57,74 @@ def test_answers_become_completions_in_order(servers):
     assert first[0].logps == [-0.5, -1.0, -1.5, -2.0] and first[0].versions == [3, 3, 3, 3]
     assert not first[0].truncated
     assert ask(servers, limit=2)[0][0].truncated
+
+
+def answer(candidates: bool, lengths=(700, 3, 0, 1), **form) -> tuple[dict, bytes]:
+    """A response of choices of these lengths, and its JSON."""
+    choices = []
+    for index, length in enumerate(lengths):
+        entries = [{"token_id": i, "logprob": -i / 7, "rank": None} for i in range(length)]
+        if candidates:
+            entries = [
+                {**one, "top_logprobs": [one, {**one, "token_id": 9}][: i % 3]}
+                for i, one in enumerate(entries)
+            ]
+        choices.append({"index": index, "note": '"},{"', "logprobs": {"content": entries}, "token_ids": [1]})
+    response = {"request_id": '"content":[{ ]}]} },{', "choices": choices, "prompt_token_ids": None}
+    return response, json.dumps(response, **form).encode()
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("piece", [1, 100, 2**16])
+def test_pieces_of_log_probs_are_those_of_the_response(candidates, piece, monkeypatch):
+    monkeypatch.setattr(client_module, "PIECE", piece)
+    response, text = answer(candidates, separators=(",", ":"))
+    cut = json.loads(client_module.cut_logprobs(text))
+    pieces = [choice["logprobs"]["content"] for choice in cut["choices"]]
+    for choice, places in zip(cut["choices"], pieces, strict=True):
+        parts = [json.loads(b"[%b]" % text[start:end]) for start, end in places]
+        choice["logprobs"]["content"] = [entry for part in parts for entry in part]
+    assert cut == response
+    assert piece > 1 or [*map(len, pieces)] == [700, 3, 0, 1]
+    assert piece < 2**16 or [*map(len, pieces)] == [1 + candidates, 1, 0, 1]
+    # A piece ends with the entry in which it reaches the limit.
+    assert all(end - start < piece + 220 for places in pieces for start, end in places)
+
+
+def test_another_form_of_json_is_not_cut(servers, monkeypatch):
+    for text in (answer(True)[1], b'{"choices":[{"logprobs":{"content":[{"token_id":1}', b"[]", b""):
+        assert client_module.cut_logprobs(text) == text
+    expected = [ask(servers, top_k=top_k) for top_k in (0, 2)]
+    monkeypatch.setattr(client_module, "cut_logprobs", lambda text: json.dumps(json.loads(text)).encode())
+    assert [one.logps for one in expected[1][0]] == [one.logps for one in ask(servers, top_k=2)[0]]
+    assert ask(servers) == expected[0]
+
+
+def test_a_response_is_held_once(servers):
+    class Parts(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            for _ in range(64):
+                yield bytes(2**16)
+
+    (server,) = servers.servers
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Parts()))
+    server.http = httpx.AsyncClient(base_url=server.url, transport=transport)
+
+    async def peak():
+        await server._send("POST", GENERATE, {})  # its imports
+        tracemalloc.start()
+        try:
+            assert len(await server._send("POST", GENERATE, {})) == 2**22
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(peak()) < 1.5 * 2**22  # parts and their join would be twice
+
+
+def test_equal_token_ids_of_samples_are_one_object():
+    made = [make_completion([int("31999")] * 2, [-1.0, -1.0], "stop", [1, 1], None) for _ in range(2)]
+    assert len({id(token) for completion in made for token in completion.token_ids}) == 1
 
 
 def test_a_server_that_reports_no_weights_of_tokens_is_asked_for_its_own(servers, fake):
@@ -193,21 +265,24 @@ BAD_ANSWERS = {
     "a text": (lambda answer: "queued", "'queued'"),
     "a choice that is none": (lambda answer: {"choices": [None, None]}, "TypeError"),
     "no log-probs": (in_choice("logprobs", lambda old: None), "TypeError"),
+    "no entries": (in_choice("logprobs", lambda old: {"content": None}), "ValidationError.*got `null`"),
+    "an entry that is none": (in_choice("logprobs", lambda old: {"content": [3]}), "ValidationError"),
+    "places of pieces": (in_choice("logprobs", lambda old: {"content": [[0, 9]]}), "DecodeError"),
     "one log-prob less": (
         in_choice("logprobs", lambda old: {"content": old["content"][:-1]}),
         "other tokens",
     ),
     "log-probs of other ids": (in_content("token_id", lambda old: old + 1), "log-probs of other tokens"),
-    "NaN": (in_content("logprob", lambda old: math.nan), "log-probs that are not at most 0"),
+    "NaN": (in_content("logprob", lambda old: math.nan), "JSON is malformed"),
     "a probability above 1": (in_content("logprob", lambda old: old + 5), "log-probs that are not at most 0"),
-    "infinity": (in_content("logprob", lambda old: math.inf), "log-probs that are not at most 0"),
-    "a text as log-prob": (in_content("logprob", str), "TypeError"),
+    "infinity": (in_content("logprob", lambda old: math.inf), "JSON is malformed"),
+    "a text as log-prob": (in_content("logprob", str), "ValidationError.*got `str`"),
     "too many tokens": (as_long(9), "9 tokens, where 1 to 8 were asked for"),
     "no tokens": (as_long(0), "0 tokens, where 1 to 8"),
     "an id beyond the vocabulary": (with_id(32), "token ids outside of 0 to 31"),
     "a huge id": (with_id(10**30), "token ids outside"),
     "a negative id": (with_id(-1), "token ids outside"),
-    "a fractional id": (with_id(3.0), "token ids outside"),
+    "a fractional id": (with_id(3.0), "ValidationError.*got `float`"),
     "no weights": (in_choice("weight_versions", lambda old: None), "TypeError"),
     "weights of no tokens": (spans(), "do not cover its 4 tokens"),
     "weights of half of the tokens": (spans((0, 2)), "do not cover its 4 tokens"),

@@ -15,7 +15,9 @@ import pytest
 from groupwise.generation.vllm.base import Request
 from groupwise.generation.vllm.client import VLLMServers
 
-NAME, HERE, THERE = f"gw{os.getpid() % 100000}", "10.213.7.1", "10.213.7.2"
+NAME = f"gw{os.getpid() % 100000}"
+#: A network of this process: that of a killed one may still be there.
+HERE, THERE = (f"10.213.{os.getpid() % 250}.{host}" for host in (1, 2))
 
 
 def ip(*arguments):

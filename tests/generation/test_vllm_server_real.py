@@ -25,6 +25,7 @@ from support.workers.vllm_process import ServerProcess
 from transformers import TrainerCallback
 
 from groupwise.errors import BackendError
+from groupwise.generation.vllm import client as client_module
 from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.policy.weight_iterator import PolicyWeights
@@ -125,8 +126,10 @@ def test_a_flipped_bit_on_the_way_to_the_server_ends_the_run(server, tmp_path, m
     run.backend.close()
 
 
-def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
-    run = run_for(server, tmp_path, temperature=0.7)
+def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path, monkeypatch):
+    run, cut = run_for(server, tmp_path, temperature=0.7), []
+    cut_logprobs = client_module.cut_logprobs
+    monkeypatch.setattr(client_module, "cut_logprobs", lambda text: cut.append(cut_logprobs(text)) or cut[-1])
     sync(run, run.model)
     for prompt in PROMPTS[:2]:
         for completion in run.backend.generate([prompt] * 2):
@@ -134,6 +137,7 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path):
             # Both compute in float32.
             assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
             assert completion.versions == [0] * len(completion.token_ids)
+    assert [text.count(b'"content":[[') for text in cut] == [2, 2]  # the form that is decoded in pieces
     run.backend.close()
 
 

@@ -28,7 +28,6 @@ from support.runs import policy
 from support.workers.launch import WITH_VLLM, Script
 
 pytest.importorskip("vllm")
-from vllm.distributed import weight_transfer
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from groupwise.errors import BackendError
@@ -174,30 +173,6 @@ def test_every_tensor_arrives_bitwise_in_its_order(
     assert got["version"] == "4"
     assert [buffer.nbytes for buffer in exported] == ([200] * 2 if backend == "ipc" else [])
     assert backend == "ipc" or (group.group.world_size == 2 and group.destroyed)
-
-
-def test_changed_values_are_sent_and_all_of_them_at_first(
-    tmp_path: Path, worker: Connection, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine starts from other weights, as a server that loads files."""
-    monkeypatch.setattr(transfer, "BUCKET_BYTES", 1)  # an update per tensor
-    engine = Receiver(worker, "sparse_nccl")
-    first = [("a", torch.randn(4, 3)), ("b", torch.randn(5).bfloat16()), ("c", torch.zeros(2))]
-    sender = connect("sparse_nccl", engine, first)
-    second = [(name, tensor.clone()) for name, tensor in first]
-    second[0][1][1, 2], second[2][1][1] = 7.0, -0.0  # another number, and another sign of zero
-    num_updates = []
-    for step, weights in enumerate((first, second, second)):
-        engine.calls = []
-        push(sender, weights, step)
-        num_updates.append(engine.calls.count("update_weights"))
-        got = received(engine, tmp_path / "weights.pt")["values"]
-        for name, tensor in weights:
-            assert torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype
-            assert torch.equal(torch.signbit(got[name]), torch.signbit(tensor))
-    # A server that has restarted would not notice an update without any value.
-    assert num_updates == [3, 2, 1]
-    sender.close()
 
 
 def test_a_handle_has_the_entries_that_torch_rebuilds_a_tensor_from() -> None:
@@ -483,7 +458,7 @@ def test_engines_of_vllm_that_fail_are_asked_for_nothing_more(
     assert engines.versions == ["0", None]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "sparse_nccl", "groupwise"])
+@pytest.mark.parametrize("backend", ["nccl", "groupwise"])
 def test_other_ranks_read_all_weights_and_send_nothing(backend: str) -> None:
     source, read = EngineWeights(), []
 
@@ -526,16 +501,10 @@ def test_the_engine_without_a_gpu_is_in_the_factory_of_vllm(
 
 def test_a_missing_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(BackendError, match=r"'sparse_nccl' needs vLLM.*groupwise\[vllm\]"):
-        connect("sparse_nccl", Engines(), weights_of(0))
+    with pytest.raises(BackendError, match=r"'nccl' needs vLLM.*groupwise\[vllm\]"):
+        connect("nccl", Engines(), weights_of(0))
 
 
-def test_a_version_without_a_trainers_side_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.25.1")
-    with monkeypatch.context() as patch:
-        patch.delattr(weight_transfer, "WeightTransferTrainerFactory")
-        plugin.register()  # the receiving side alone
-        with pytest.raises(BackendError, match=r"vLLM 0\.25\.1.*trainer's side.*'sparse_nccl'"):
-            connect("sparse_nccl", Engines(), weights_of(0))
+def test_a_backend_without_a_trainers_side_is_named() -> None:
     with pytest.raises(BackendError, match="trainer's side of the weight transfer 'modelexpress'"):
         connect("modelexpress", Engines(), weights_of(0))

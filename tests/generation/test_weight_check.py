@@ -134,10 +134,10 @@ def stale_head(engine: TinyEngine, generator: random.Random) -> str:
 
 
 def stale_kernel(engine: TinyEngine, generator: random.Random) -> str:
-    """The matrix was repacked from the right values, but the kernel has another copy."""
+    """The matrix was not repacked: the kernel has the copy of the update before."""
     name = generator.choice(engine.repacked)
-    before = engine.kernels[name][0]
-    engine.damage = lambda engine: engine.kernels.update({name: (before, engine.kernels[name][1])})
+    before = engine.kernels[name]
+    engine.damage = lambda engine: engine.kernels.update({name: before})
     return name
 
 
@@ -234,20 +234,20 @@ def inject(backend: Any, engine: TinyEngine, model: Any, seed: int, where: str, 
 
 
 @pytest.mark.slow
-def test_250_faults_of_a_colocated_engine_are_found_and_named(model, tmp_path):
+def test_faults_of_a_colocated_engine_are_found_and_named(model, tmp_path):
     engine = TinyEngine(PolicyWeights(model).full())
     backend = colocated(tmp_path, model, engine)
     backend.sync_weights(PolicyWeights(model), step=1000)
-    found = [inject(backend, engine, model, seed, "the colocated engine") for seed in range(250)]
+    found = [inject(backend, engine, model, seed, "the colocated engine") for seed in range(10 * len(FAULTS))]
     backend.sync_weights(PolicyWeights(model), step=1001)  # the repaired engine passes
     assert backend.version == 1001 and set(found) == {fault.__name__ for fault in FAULTS}
 
 
 @pytest.mark.slow
-def test_150_faults_of_one_of_two_servers_are_found_and_named(servers, model):
+def test_faults_of_one_of_two_servers_are_found_and_named(servers, model):
     backend = servers.backend
     backend.sync_weights(PolicyWeights(model), step=1000)
-    for seed in range(150):
+    for seed in range(4 * len(FAULTS)):
         faulty = servers.fakes[seed % 2]
         inject(backend, faulty.engine, model, seed, f"the vLLM server at {faulty.url}")
     backend.sync_weights(PolicyWeights(model), step=1001)
@@ -255,14 +255,14 @@ def test_150_faults_of_one_of_two_servers_are_found_and_named(servers, model):
 
 
 @pytest.mark.slow
-def test_40_faults_of_a_second_data_parallel_engine_are_found_and_named(servers, model):
+def test_faults_of_a_second_data_parallel_engine_are_found_and_named(servers, model):
     """vLLM returns what the first engine answers, which has the weights."""
     faulty = servers.fakes[1]
     faulty.copy = TinyEngine(PolicyWeights(model).full())
     faulty.info["parallel_config"] = {"data_parallel_size": 2}
     servers.backend.sync_weights(PolicyWeights(model), step=1000)
     where = f"one of the 2 data-parallel engines of the vLLM server at {faulty.url}"
-    found = [inject(servers.backend, faulty.copy, model, seed, where) for seed in range(40)]
+    found = [inject(servers.backend, faulty.copy, model, seed, where) for seed in range(len(FAULTS))]
     servers.backend.sync_weights(PolicyWeights(model), step=1001)
     assert servers.backend.version == 1001 and set(found) == {fault.__name__ for fault in FAULTS}
 
@@ -340,7 +340,7 @@ def lora_request(monkeypatch):
 
 
 @pytest.mark.slow
-def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_path, lora_request):
+def test_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_path, lora_request):
     base = dict(PolicyWeights(adapted).base())
     engine = TinyEngine(base.items())
     load(engine, base)
@@ -354,7 +354,7 @@ def test_70_faults_of_an_adapter_in_a_colocated_engine_are_found(adapted, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("faulty", "count"), [("engine", 35), ("copy", 14)])
+@pytest.mark.parametrize(("faulty", "count"), [("engine", 14), ("copy", 14)])
 def test_faults_of_an_adapter_on_servers_are_found(faulty, count, adapted, tmp_path, monkeypatch):
     """In the engines that vLLM answers for, and in their data-parallel copies."""
     monkeypatch.setattr(HttpClient, "first_pause", 0.02)
@@ -410,7 +410,7 @@ def test_experts_that_a_kernel_for_gpus_rearranges_are_not_compared(kernels, com
 
 
 @pytest.mark.slow
-def test_10000_clean_syncs_of_a_tiny_engine_raise_no_alarm():
+def test_2000_clean_syncs_of_a_tiny_engine_raise_no_alarm():
     """All values change, over many orders of magnitude, zeros of both signs included."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a.q_proj.weight": (3, 20), "a.k_proj.weight": (2, 20), "norm.weight": (20,)}
@@ -419,13 +419,13 @@ def test_10000_clean_syncs_of_a_tiny_engine_raise_no_alarm():
     fetch = lambda adapter, given: [("it", "float32", engine.collective_rpc(WEIGHTS, given))]  # noqa: E731
     check = WeightCheck("every_sync", ["float32"], fetch)
     digests = set()
-    for _ in range(10_000):
+    for _ in range(2_000):
         for tensor in weights.values():
             tensor.normal_(generator=generator).pow_(9)
             tensor.view(-1)[0] = -0.0
         load(engine, dict(check.record(weights.items())))
         digests.add(check.compare())
-    assert check.num_syncs == len(digests) == 10_000
+    assert check.num_syncs == len(digests) == 2_000
 
 
 @pytest.mark.parametrize(("mode", "compared"), [("every_sync", 3), ("first", 1), ("off", 0)])

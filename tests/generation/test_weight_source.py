@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from groupwise.generation.vllm.weight_source import ChangedValues, EngineWeights, WeightMeta
+from groupwise.generation.vllm.weight_source import EngineWeights, WeightMeta
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_item_size() -> None:
@@ -71,31 +71,3 @@ def test_a_pass_ends_after_the_tensor_that_is_being_made() -> None:
         assert at_end[0] == "first" and (len(at_end) == 3 or not read_rest)
         reader.join(30)
         assert restored == at_end and [name for name, _ in got] == at_end[: len(got)]
-
-
-def test_values_count_as_changed_if_any_bit_is_another() -> None:
-    changes, weight = ChangedValues(), torch.tensor([[1.0, 0.0], [2.0, float("nan")]], dtype=torch.bfloat16)
-    assert changes.update("w", weight).tolist() == [0, 1, 2, 3]  # at first all of them
-    assert changes.update("w", weight).tolist() == []  # NaN too is equal to itself
-    weight[0, 1] = -0.0
-    weight[1, 0] = torch.tensor(2.0).bfloat16() + 2.0**-6  # the next number
-    assert changes.update("w", weight).tolist() == [1, 2]
-    assert changes.update("other", weight[0]).tolist() == [0, 1]
-
-
-def test_the_copy_of_the_last_weights_is_written_in_place() -> None:
-    changes, weight = ChangedValues(), torch.zeros(4)
-    changes.update("w", weight)
-    copy = changes._last["w"]
-    for value in (1.0, 2.0):
-        weight[2] = value
-        assert changes.update("w", weight).tolist() == [2]
-        assert changes._last["w"] is copy and torch.equal(copy, weight)  # no new memory of each sync
-        assert copy.data_ptr() != weight.data_ptr()
-
-
-def test_a_step_below_the_resolution_of_bfloat16_changes_nothing() -> None:
-    changes, weight = ChangedValues(), torch.ones(3, 1)
-    changes.update("w", weight.bfloat16())
-    weight += 1e-6  # the next number is 1 + 2**-7
-    assert len(changes.update("w", weight.bfloat16())) == 0

@@ -1,6 +1,6 @@
 """Rollouts to padded tensors, and the log-probs that an update needs.
 
-Files: ``policy/reference.py``.
+Files: ``policy/reference.py``, ``policy/reference_choice.py``.
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ from groupwise.core.advantages import AdvantageSettings, normalized_advantages
 from groupwise.errors import RewardError, TrainingError, warn_once
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
-from groupwise.mixins.reward import reward_metrics, rounded_functions
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards
+from groupwise.reporting.metrics import reward_metrics
+from groupwise.rewards.runtime.loading import rounded_functions
 from groupwise.rewards.runtime.partial import PartialReward
 from groupwise.tokenization.prompts import prompt_digest
 
@@ -56,7 +57,7 @@ def other_rank(monkeypatch):
     other = []
 
     def gathered(own):
-        return [*own, *(each if len(each) != 2 else (*each, own[0][2]) for each in other)]
+        return [*own, *(each if isinstance(each, str) else (*each, *own[0][len(each) :]) for each in other)]
 
     monkeypatch.setattr(reward_module, "gather_object", gathered)
     return other
@@ -108,6 +109,21 @@ def test_a_function_with_step_rewards_on_any_rank_has_step_rewards(other_rank):
     assert found.step_rewards == {0: [[], [], [(0, 1.0)], [(1, 2.0)]]}
     assert found.rewards_NF[:, 0].isnan().all()
     assert found.rewards_NF[:, 1].tolist() == [1.0, 3.0, 1.0, 1.0]
+
+
+def test_turns_of_completions_with_steps_are_those_of_all_ranks(other_rank):
+    digests = [(prompt_digest(None), prompt_digest("p"))] * 2
+    other_rank.append(([[[(0, 1.0)], [(1, 2.0)]]], 2, digests, [((0, 1),), ((0, 2),)]))
+    batch = rollouts((1, 3), num_valid=3)
+    completions = [replace(each, loss_mask=[1, 0, 1][: len(each.token_ids)]) for each in batch.completions]
+
+    def last_turn(turn_ends, **_):
+        return [None if len(ends) == 1 else [None, 4.0] for ends in turn_ends]
+
+    found = mixin([last_turn]).compute_rewards(replace(batch, completions=completions))
+    assert found.turns == [(), ((0, 1), (2, 3)), ((0, 1),)]
+    assert found.step_rewards == {0: [[], [(2, 4.0)], [(0, 1.0)]]}
+    assert found.metrics["reward/turn_2"].value() == 4.0
 
 
 def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):

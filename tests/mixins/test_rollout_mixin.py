@@ -138,30 +138,29 @@ def test_seeds_depend_on_step_and_prompt_and_not_on_the_number_of_ranks(monkeypa
 
 @pytest.mark.parametrize("first", [1, 0])
 def test_agents_begin_batches_ahead_with_the_random_stream_of_the_user(first):
-    def first_turns(rows, backend, generation_kwargs, step):
+    def begin(rows, backend, generation_kwargs, step, seeds):
         torch.manual_seed(0)
-        return [[step]], (rows, backend, generation_kwargs["temperature"])
+        batches.append((rows, backend, generation_kwargs["temperature"], step, seeds))
 
-    calls = []
-    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches)
+    calls, batches = [], []
+    prompts = SimpleNamespace(upcoming=lambda num_batches, *_: [ROWS] * num_batches, last=(1, 9))
     run = mixin(
         prompts=prompts,
         state=SimpleNamespace(global_step=6, max_steps=9),
         metrics={"train": SimpleNamespace(phase=lambda name: nullcontext(calls.append(name)))},
-        agents=SimpleNamespace(first_turns=first_turns, end_batch=lambda: calls.append("end")),
+        agents=SimpleNamespace(begin=begin, end_batch=lambda: calls.append("end")),
     )
     run.args.rollout_staleness = 2
     state = torch.get_rng_state()
     run.prefetch_rollouts(SamplerSettings(temperature=0.5), first=first)
-    given = ROWS, run.backend, 0.5
-    assert run.backend.prefetched == [([[7]], given, 7), ([[8]], given, 8)]
+    assert batches == [(ROWS, run.backend, 0.5, step, run.row_seeds(3, step)) for step in (7, 8)]
     # With dynamic sampling they are requested while the batch of this step is not over.
     assert calls == ["end"] * first + ["generate"] * 2
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_agents_take_a_batch_ahead_in_training():
-    def generate_rollouts(rows, backend, generation_kwargs, generate, step):
+    def generate_rollouts(rows, backend, generation_kwargs, generate, step, seeds):
         columns = {"rows": rows, "prompts": ["p"], "prompt_ids": [[1]], "texts": ["t"]}
         return RolloutBatch(completions=[Completion([step])], **columns)
 
@@ -189,7 +188,7 @@ def test_a_rollout_function_replaces_the_backend():
 
 
 def test_agents_sample_with_the_settings_of_the_request():
-    def generate_rollouts(rows, backend, generation_kwargs, generate, step):
+    def generate_rollouts(rows, backend, generation_kwargs, generate, step, seeds):
         assert rows is request.rows and backend is run.backend and step is None  # of training
         torch.manual_seed(0)  # of an environment: turns are still sampled from the stream of the run
         assert generate([[1]]) == ["a turn", first]

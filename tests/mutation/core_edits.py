@@ -9,7 +9,6 @@ KL = ("tests/reference/test_objectives.py", "-k", "differentiates or k1 or k2 or
 GARBAGE = ("tests/reference/test_objectives.py", "-k", "garbage or bounded_away")
 LIMITS = ("tests/reference/test_surrogate_limits.py",)
 MASKS = ("tests/reference/test_masks.py",)
-DEVICE = ("tests/trainer/test_another_device.py", "-k", "high_entropy")
 DIAGNOSTICS = ("tests/reference/test_diagnostics.py",)
 WEIGHTS = ("tests/reference/test_weights.py",)
 ADVANTAGES = ("tests/reference/test_advantages.py",)
@@ -102,11 +101,11 @@ CORE = [
         ('"k2": k2', '"k2": k3', DIAGNOSTICS),
     ),
     *_of(
-        "corrections.py",
+        "ratios.py",
         ("old_logps_BT - sampler_logps_BT", "sampler_logps_BT - old_logps_BT", MASKS),
-        ("nan=0.0", "nan=1.0", MASKS),
+        ("old_logps_BT - sampler_logps_BT, nan=0.0", "old_logps_BT - sampler_logps_BT, nan=1.0", MASKS),
         ("gap_BT * mask_BT", "gap_BT", MASKS),
-        (".sum(-1, keepdim=True)", ".mean(-1, keepdim=True)", MASKS),
+        ("log_gap_BX.sum(-1, keepdim=True)", "log_gap_BX.mean(-1, keepdim=True)", MASKS),
         ("factor_BX.clamp(lowest, highest)", "factor_BX.clamp(max=highest)", MASKS),
         ("factor_BX.clamp(lowest, highest)", "factor_BX.clamp(min=lowest)", MASKS),
         ("factor_BX < lowest", "factor_BX <= lowest", MASKS),
@@ -117,18 +116,20 @@ CORE = [
         ("log_gap_BT.detach()", "log_gap_BT", MASKS),
     ),
     *_of(
-        "masks.py",
+        "entropy.py",
         ("(1.0 - top_quantile)", "top_quantile", MASKS),
         ("* (entropies.numel() - 1)", "* entropies.numel()", MASKS),
         (", position - below)", ", 0.0)", MASKS),
-        ("entropies.sort()", "entropies.double().sort()", DEVICE),
+        ("entropies.sort()", "entropies.double().sort()", MASKS),
+    ),
+    *_of(
+        "ratios.py",
         ("behaviour_logps_BT - logps_BT.detach()", "logps_BT.detach() - behaviour_logps_BT", MASKS),
         ("drift_B1 <= threshold", "drift_B1 < threshold", MASKS),
         ("advantages_BX >= 0", "advantages_BX > 0", MASKS),
         ("(advantages_BX >= 0) |", "(advantages_BX >= 0) &", MASKS),
-        ("keepdim=True) / lengths_B1", "keepdim=True)", MASKS),
-        ("nan=0.0", "nan=1e9", MASKS),
-        ("(drift_BT * mask_BT).sum", "drift_BT.sum", MASKS),
+        ("logps_BT.detach(), nan=0.0", "logps_BT.detach(), nan=1e9", MASKS),
+        ("sequence_log_ratio(drift_BT, mask_BT)", "sequence_log_ratio(drift_BT, mask_BT * 0 + 1)", MASKS),
     ),
     *_of(
         "weights.py",
@@ -150,8 +151,8 @@ CORE = [
         ("any(len(each) > 1", "all(len(each) > 1", STEPS),
     ),
     *edits_of(
-        "core/row_weights.py",
-        (".clamp(min=1)", "", ROWS),
+        "core/weights.py",
+        (".any(-1).sum(-1).clamp(min=1)", ".any(-1).sum(-1)", ROWS),
         ("repeat_interleave(masks_BKT", "repeat(masks_BKT", ROWS),
         ("view_as(masks_BKT).sum(1)", "view_as(masks_BKT).mean(1)", ROWS),
         ("row_BT[index, start:] += 1", "row_BT[index, start] += 1", ROWS),
@@ -230,9 +231,15 @@ CORE = [
         ("centred_PG / (nan_std(total_PG.flatten(), 0)", "centred_PG / (nan_std(total_PG, -1)", ADVANTAGES),
         ("nan_to_num(nan=0.0)", "nan_to_num(nan=1.0)", ADVANTAGES),
         ("rewards.weights_F[column]", "rewards.weights_F[0]", ADVANTAGES),
-        ('scale=settings.scale != "none"', "scale=True", ADVANTAGES),
-        ("[row, : end + 1]", "[row, :end]", ADVANTAGES),
-        ("(reward - values.mean().item())", "reward", ADVANTAGES),
+        ("else settings.scale,", 'else "group",', ADVANTAGES),
+        ("batch if scale ==", "values if scale ==", ADVANTAGES),
+        ("(tokens_T <= end)", "(tokens_T < end)", ADVANTAGES),
+        ("(reward - mean) / divisor", "reward / divisor", ADVANTAGES),
+        ("if other != row for", "for", ADVANTAGES),
+        ("numbers_T < turn_of(end, spans)", "tokens_T <= end", ADVANTAGES),
+        ("numbers_T == numbers_T[end]", "numbers_T >= 0", ADVANTAGES),
+        ("reversed([*enumerate(spans)])", "enumerate(spans)", ADVANTAGES),
+        ("return max((number for", "return min((number for", ADVANTAGES),
         ("total_N - rewards.penalty_N", "total_N + rewards.penalty_N", ADVANTAGES),
         ("rule.normalize_first", "False", ADVANTAGES),
         ("+= weights[column] * reward", "+= reward", DISTILLATION),

@@ -15,6 +15,9 @@ PROMPTS = (
 RANKS = ("tests/test_distributed.py",)
 STREAMS = ("tests/data/test_streaming.py", "-k", "different_order or checked_with")
 SERIALIZATION = ("tests/records/test_serialization.py",)
+BY_VALUE = ("tests/reporting/test_metrics_by_value.py", "-k", "every_group or at_most")
+BY_SOURCE = ("tests/mixins/test_rewards_by_source.py", "-k", "called_with_its_rows")
+CURRICULUM = ("tests/data/test_curriculum.py", "-m", "not slow")
 EXCHANGE = ("tests/distributed/test_rebalancing_memory.py", "-k", "2")
 
 
@@ -30,11 +33,44 @@ def _prompts(*edits: tuple[str, str]) -> list[Mutation]:
     return edits_of("data/prompt_source.py", *[(old, new, PROMPTS) for old, new in edits])
 
 
+def _curriculum(*edits: tuple[str, str]) -> list[Mutation]:
+    return edits_of("data/sources.py", *[(old, new, CURRICULUM) for old, new in edits])
+
+
 def _streaming(*edits: tuple[str, str], tests: tuple[str, ...]) -> list[Mutation]:
-    return edits_of("data/streaming.py", *[(old, new, tests) for old, new in edits])
+    return edits_of("data/sources.py", *[(old, new, tests) for old, new in edits])
 
 
 DATA = [
+    *_curriculum(
+        ("self.step - self.rates.step_N <", "self.step <"),
+        ("(low_N | high_N) & is_recent_N", "low_N & is_recent_N"),
+        ("draws_N < self._weights_N / self._weights_N.max()", "draws_N < self._weights_N"),
+        ("        self._reading = epoch, place + 1\n", "        self._reading = epoch, place\n"),
+        ("deepcopy(state_dict())", "state_dict()"),
+        ("torch.where(rate_P.isnan(), self.rate_N[index_P], rate_P)", "rate_P"),
+        ("if first == 0 <= place and not read:", "if False:"),
+    ),
+    *edits_of(
+        "reporting/metrics.py",
+        ("if (first + row) % size == 0", "if row % size == 0", BY_VALUE),
+        ("range(rewards.num_valid)", "range(len(rollouts) - 1)", BY_VALUE),
+    ),
+    *edits_of(
+        "rewards/runtime/calling.py",
+        ("rollouts.select(rows)", "rollouts", BY_SOURCE),
+        (" if row in scored_F[i]", "", BY_SOURCE),
+    ),
+    *edits_of(
+        "reporting/metrics.py",
+        ("{*known})][:most]", "{*known})]", BY_VALUE),
+        ('self.values = snapshot.get("values", [])', "pass", BY_VALUE),
+    ),
+    *edits_of(
+        "data/dataset_checks.py",
+        ('"all_exhausted"', '"first_exhausted"', ("tests/data/test_mixtures.py", "-k", "begins_again")),
+        ("{**dict.fromkeys(columns), **row}", "row", ("tests/data/test_mixtures.py", "-k", "streams")),
+    ),
     *edits_of(
         "distributed.py",
         ("num_rows // self.world_size", "num_rows", PROMPTS),
@@ -134,10 +170,6 @@ DATA = [
             "[None] * (len(window) - len(batches)) + batches, stats",
             "batches + [None] * (len(window) - len(batches)), stats",
         ),
-        ("select(sent) if sent and receiver != rank else None", "select(sent) if sent else None"),
-        ("row - held[rank].start for row", "row for row"),
-        ("if any(row not in held[receiver]", "if any(True"),
-        ("batch.select(local[rank]) if local[rank] else None", "None"),
         ("rows=total / world_size", "rows=total"),
         ("(total - num_computed) / world_size", "num_computed / world_size"),
         (
@@ -150,10 +182,6 @@ DATA = [
         ("float(self.computed_tokens)", "float(self.tokens)"),
         ("if budget.world_size > 1:\n        for", "if budget.world_size > 2:\n        for"),
         ("range(start, start + micro_batch_size)", "range(start, len(tokens))"),
-        ("sizes[-1] + cost > _CACHE_TOKENS", "sizes[-1] + cost >= _CACHE_TOKENS"),
-        ("        sizes[-1] += cost\n", ""),
-        ("key=lambda part: -sizes[part]", "key=lambda part: sizes[part]"),
-        ("groups(shared=layout in SHARES", "groups(shared=layout not in SHARES"),
         ("max(-(-len(rows) // (budget", "max((len(rows) // (budget"),
         ("(-shape.group_tokens([row]), row)", "(-shape.completions[row], row)"),
         ("(-shape.group_tokens([row]), row)", "row"),
@@ -174,7 +202,22 @@ DATA = [
         ('"entropy_mask_BT", "entropy_weights_BT"', '"entropy_mask_BT"'),
     ),
     *edits_of(
+        "cpu/__init__.py",
+        ("sizes[-1] + cost > _CACHE_TOKENS", "sizes[-1] + cost >= _CACHE_TOKENS", REBALANCING),
+        ("        sizes[-1] += cost\n", "", REBALANCING),
+        ("key=lambda part: -sizes[part]", "key=lambda part: sizes[part]", REBALANCING),
+        ("shape.groups(shared=shared)", "shape.groups(shared=not shared)", REBALANCING),
+    ),
+    *edits_of(
         "data/exchange.py",
+        (
+            "select(sent) if sent and receiver != rank else None",
+            "select(sent) if sent else None",
+            REBALANCING,
+        ),
+        ("row - held[rank].start for row", "row for row", REBALANCING),
+        ("if any(row not in held[receiver]", "if any(True", REBALANCING),
+        ("batch.select(local[rank]) if local[rank] else None", "None", REBALANCING),
         ("buffer, joined, received, sent)", "buffer, joined, sent, received)", EXCHANGE),
         (
             "all_to_all_single(received_sizes, sent_sizes)",
@@ -192,7 +235,7 @@ DATA = [
         "records/serialization.py",
         ('.to("cpu", copy=True)', ".cpu()", SERIALIZATION),
         ('field.metadata.get("saved", True)', "True", SERIALIZATION),
-        ("if id(value) not in known:", "if True:", SERIALIZATION),
+        ("if id(value) not in known:\n            saved", "if True:\n            saved", SERIALIZATION),
         ("tuple(value) if issubclass(kind, tuple) else list(value)", "list(value)", SERIALIZATION),
     ),
     *edits_of(

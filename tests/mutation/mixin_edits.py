@@ -1,8 +1,15 @@
-"""Edits of ``groupwise.mixins``: the verbs of a step."""
+"""Edits of ``groupwise.mixins``, the verbs of a step, and of ``groupwise.policy``."""
 
 from __future__ import annotations
 
 from mutation import Mutation, edits_of
+
+REPLAY = ("tests/policy/test_experts.py", "-k", "replayed")
+EXPERTS = ("tests/policy/test_experts.py", "-k", "every_layout or once_per_row")
+BALANCE = ("tests/policy/test_experts.py", "-k", "add_up or all_its_tokens")
+
+NOISE = ("tests/policy/test_noise.py", "-k", "two_forwards")
+PLAIN = ("tests/generation/test_plain_forward.py", "-k", "due_again or by_length")
 
 
 def _of(name: str, *edits: tuple[str, str]) -> list[Mutation]:
@@ -10,7 +17,71 @@ def _of(name: str, *edits: tuple[str, str]) -> list[Mutation]:
     return edits_of(f"mixins/{name}.py", *[(old, new, tests) for old, new in edits])
 
 
+TURNS = ("tests/agents/test_turn_rewards.py",)
+REWARDS = ("tests/mixins/test_reward_mixin.py",)
+
 MIXINS = [
+    *edits_of(
+        "rewards/runtime/calling.py",
+        ("if first < end <= stop else None", "", TURNS),
+        ("in times if not math.isnan(s)", "in times if math.isnan(s)", REWARDS),
+        ("**errors} if count_failures else found", "**errors}", REWARDS),
+        ("Sum(float(i in self.failures))", "Sum(float(bool(self.failures)))", REWARDS),
+    ),
+    *edits_of(
+        "rewards/runtime/loading.py",
+        ("(spread_FP > 1e-12 * magnitude_FP)", "(spread_FP > 0)", REWARDS),
+        ("(spread_FP < 100 * error_FP)", "(spread_FP < error_FP)", REWARDS),
+        ("is_rounded_FP.any(-1)", "is_rounded_FP.all(-1)", REWARDS),
+    ),
+    *edits_of(
+        "rewards/process.py",
+        ("if r is not None and end]", "if r is not None]", TURNS),
+        ("start <= first + end < after", "start <= end < after", TURNS),
+    ),
+    *edits_of(
+        "reporting/metrics.py",
+        ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()", REWARDS),
+        ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)", REWARDS),
+        ("constant_P = scored_P & ", "constant_P = ", REWARDS),
+        (" & ~has_variance(rewards, aggregation)", "", REWARDS),
+        ("has_variance(rewards, aggregation)", "has_variance(sums, aggregation)", REWARDS),
+    ),
+    *edits_of(
+        "policy/experts.py",
+        ("weight_S.repeat_interleave(top_k)", "weight_S.repeat(top_k)", EXPERTS),
+        ("(weight_S.unsqueeze(1) * probs_SE)", "probs_SE", EXPERTS),
+        ("weight_S.sum() * len(gate_logits)", "weight_S.sum()", EXPERTS),
+        ("total = sums if total is None else total", "total = sums", BALANCE),
+        ("_Routers(self.size, wanted_SMK, first)", "_Routers(self.size, wanted_SMK)", REPLAY),
+        ("scores.gather(-1, index), index", "out[0], index", REPLAY),
+    ),
+    *edits_of(
+        "mixins/loss.py",
+        ("num_processes if self.balances_updates else share", "num_processes * share", BALANCE),
+    ),
+    *edits_of(
+        "policy/experts.py",
+        ("for batch in batches if batch is not None]", "for batch in batches[:1]]", BALANCE),
+    ),
+    *edits_of(
+        "policy/layouts/packed.py",
+        ("counts += [len(rows)] * len(prompt)", "counts += [1] * len(prompt)", EXPERTS),
+    ),
+    *edits_of(
+        "policy/layouts/forked.py",
+        ("_width(shape, rows) + whole", "_width(shape, rows)", EXPERTS),
+    ),
+    *edits_of(
+        "policy/loading.py",
+        ("            _evaluate_alone(module)\n", "            pass\n", NOISE),
+        ("leave, always_call=True)", "leave)", NOISE),
+    ),
+    *edits_of(
+        "policy/logprob_mismatch.py",
+        ("bisect_left(self.numbers, length)", "0", PLAIN),
+        ("        self.padded |= padded\n", "        pass\n", PLAIN),
+    ),
     *edits_of(
         "policy/introspection.py",
         ("    model.eval()\n", "", ("tests/mixins/test_logprob_mixin.py",)),
@@ -67,19 +138,19 @@ MIXINS = [
         ("self.accelerator.process_index * len(rollouts)", "0"),
         ("if completion.dropped or (", "if ("),
         ("if any(dropped) else None", "if all(dropped) else None"),
-        ("pad_sequences(rows, math.nan,", "pad_sequences(rows, 0.0,"),
+        ("pad_sequences(logps, math.nan,", "pad_sequences(logps, 0.0,"),
         ("[row // rollouts.num_generations for row", "[row for row"),
         ("completion.truncated and masks_truncated", "masks_truncated"),
         ("completion.loss_mask or [1]", "[1]"),
         (
-            "if all(logps is None for logps in sampler_logps)",
-            "if any(logps is None for logps in sampler_logps)",
+            "if any(completion.logps is not None for",
+            "if all(completion.logps is not None for",
         ),
         ("            if not on_policy:", "            if True:"),
-        ("self._logps_of_rows(reference, tokens, only)", "self._logps_of_rows(model, tokens, only)"),
+        ("self._logps_of_rows(reference, own, only)", "self._logps_of_rows(model, tokens, only)"),
         ("                if batch.ref_logps_BT is None\n", "                if True\n"),
         ("only, fill=math.nan)", "only)"),
-        ("self._logps_of_rows(reference, batch, None)", "self._logps_of_rows(self.model, batch, None)"),
+        ("self._logps_of_rows(reference, replace(batch", "self._logps_of_rows(self.model, replace(batch"),
         ("if row in chosen]", "]"),
         ("size = self.args.per_device_train_batch_size", "size = len(tokens)"),
         ("(logps.old_logps_BT, logps.ref_logps_BT)", "(logps.ref_logps_BT, logps.old_logps_BT)"),
@@ -94,30 +165,22 @@ MIXINS = [
     ),
     *_of(
         "reward",
-        ("(spread_FP > 1e-12 * magnitude_FP)", "(spread_FP > 0)"),
-        ("(spread_FP < 100 * error_FP)", "(spread_FP < error_FP)"),
-        ("is_rounded_FP.any(-1)", "is_rounded_FP.all(-1)"),
         (
             "local=rows_of_rank(self.accelerator.process_index, ",
             "local=rows_of_rank(0, ",
         ),
-        ("in times if not math.isnan(s)", "in times if math.isnan(s)"),
-        ("if count_failures:", "if True:"),
-        ("Sum(float(i in calls.failures))", "Sum(float(bool(calls.failures)))"),
         ("for name, value in list(log.metrics)", "for name, value in []"),
         ("in dict(log.columns).items()", "in {}.items()"),
         ("type(self).compute_rewards is not RewardMixin.compute_rewards", "False"),
-        ("isinstance(function, PartialReward)]", "True]"),
+        ("if isinstance(function, PartialReward) and rows != []:", "if rows != []:"),
         ("in part[i]][: rollouts.num_valid]", "in part[i]]"),
         ("if any(isinstance(reward, list) for reward in c)", "if isinstance(c[0], list)"),
         ("[math.nan] * len(c) if i in stepwise else c", "c"),
-        ("num_tokens=max(width for _, width, _ in gathered)", "num_tokens=width"),
+        ("num_tokens=max(width for _, width, *_ in gathered)", "num_tokens=width"),
+        ("for turns in part][: rollouts.num_valid]", "for turns in part]"),
+        ("isinstance(rewards_B[row], list) for", "isinstance(rewards_B[0], list) for"),
+        ("turns=turns_N if any(turns_N) else ()", "turns=()"),
         ("num_generations=rollouts.num_generations", "num_generations=1"),
-        ("nan_std(values_N, 0).item() * scored", "nan_std(values_N, 0).item()"),
-        ("nan_std(total_PG.flatten(), 0)", "nan_std(total_PG, -1).mean(0)"),
-        ("constant_P = scored_P & ", "constant_P = "),
-        (" & ~has_variance(rewards, aggregation)", ""),
-        ("has_variance(rewards, aggregation)", "has_variance(sums, aggregation)"),
     ),
     *_of(
         "advantage",
@@ -129,7 +192,7 @@ MIXINS = [
         "rollout",
         ("generate), **request.kept_fields())", "generate))"),
         ("            **request.kept_fields(),\n", ""),
-        ("backend, request.generation_kwargs, generate, step\n", "backend, {}, generate, step\n"),
+        ("backend, request.generation_kwargs, generate, step, ", "backend, {}, generate, step, "),
         ("self.rng.user_code(False)(generate)", "generate"),
         ('if request.mode == "train" else None', ""),
         ("if self.agents is not None and first:", "if self.agents is not None:"),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from core_edits import CORE
-from cpu_edits import CPU
 from data_edits import DATA
 from mixin_edits import MIXINS
 from run_edits import RUNS
 
-MUTATIONS = [*CORE, *CPU, *DATA, *MIXINS, *RUNS]
+MUTATIONS = [*CORE, *DATA, *MIXINS, *RUNS]

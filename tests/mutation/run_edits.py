@@ -7,10 +7,19 @@ from mutation import edits_of
 MARKS = ("tests/hf/test_step_state.py",)
 MEMORY = ("tests/hf/test_out_of_memory.py",)
 ADAPTERS = ("tests/commands/sweeps/test_row_adapters.py",)
+SHARES = ("tests/architecture/test_figures.py", "-k", "eight_gpus")
 COMMANDS = ("tests/commands/sweeps/test_commands.py",)
+CHECK = ("tests/policy/layouts/test_fallbacks.py", "tests/policy/layouts/test_check.py")
+CLIENT = ("tests/generation/test_vllm_client.py",)
 GRAPHS = ("tests/generation/test_decoding_graph.py",)
+AHEAD = ("tests/generation/test_rollout_staleness.py",)
 
 RUNS = [
+    *edits_of(
+        "agents/multi_turn.py",
+        ("each.calls and _may_overlap(each)", "each.calls", AHEAD),
+        ("                self.loop.executor.give_up(future, RuntimeError(", "                str((", AHEAD),
+    ),
     *edits_of(
         "generation/decoding_graph.py",
         ("            counter += 1\n", "            pass\n", GRAPHS),
@@ -36,6 +45,11 @@ RUNS = [
         ("            buffer[:, :, self.get_seq_length() :] = 0\n", "            pass\n", GRAPHS),
     ),
     *edits_of(
+        "generation/vllm/client.py",
+        ("cuts[-1] + PIECE, last", "cuts[-1] + PIECE", CLIENT),
+        ("[[a, b - 1] for", "[[a, b] for", CLIENT),
+    ),
+    *edits_of(
         "hf/step_state.py",
         ("return dict(self._marks)", "return self._marks", MARKS),
         ("        self._begun_at = None  # a step that", "        # a step that", MARKS),
@@ -56,6 +70,12 @@ RUNS = [
         ),
     ),
     *edits_of(
+        "commands/cli/checks.py",
+        ("for number, size in stored) / (ranks if stage == 3 else 1)", "for number, size in stored)", SHARES),
+        (" + 4 * bool(zero)", "", SHARES),
+        ("1 / ranks if fsdp else min(ranks, 2)", "min(ranks, 2)", SHARES),
+    ),
+    *edits_of(
         "commands/sweeps/adapters.py",
         ("b.append(weight_b * layer.scaling[name])", "b.append(weight_b)", ADAPTERS),
         ("hidden_RSC.where(self.runs.mask(self.ranks), 0.0)", "hidden_RSC", ADAPTERS),
@@ -66,5 +86,20 @@ RUNS = [
         ("os.replace(path, taken)", "shutil.copy(path, taken)", COMMANDS),
         ("left.unlink(missing_ok=True)", "pass", COMMANDS),
         ('raise ConfigError(given["text"])', 'return str(given["text"])', COMMANDS),
+    ),
+    *edits_of(
+        "policy/layouts/check.py",
+        ("of_row[-1][len(of_row[-1]) // 4 :]", "of_row[-1]", CHECK),
+        ("for row in (2, 1)]", "for row in (1, 1)]", CHECK),
+        ("[torch.cat([more_M, ids]) for ids in of_row[:2]]", "of_row[:2]", CHECK),
+        ("training=not self.random", "training=True", CHECK),
+        ("return self.moved <= _ALLOWED[self.dtype][0]", "return True", CHECK),
+    ),
+    *edits_of("policy/introspection.py", ("if ids_1S.shape[1] > _FEW_TOKENS", "if True", CHECK)),
+    *edits_of("policy/attention.py", ("1 < queries < keys", "False", CHECK)),
+    *edits_of(
+        "policy/layouts/check.py",
+        ("(first.layout, *computer.other_layouts)", "(first.layout,)", CHECK),
+        ("(first.head, *computer.other_heads)", "(first.head,)", CHECK),
     ),
 ]

@@ -160,7 +160,7 @@ def script_classes() -> list[type]:
 def test_every_key_of_trl_grpo_is_in_the_table():
     theirs = {name: value for cls in script_classes() for name, value in defaults(cls).items()}
     same = {item.name for item in dataclasses.fields(RunArguments)} & theirs.keys()
-    assert same == {"dataset_config"}
+    assert same == {"dataset_config", "datasets"}
     assert TRL_KEYS.keys() - {"torch_dtype"} == theirs.keys() - same
     ours = {"model_revision": "main", "dtype": "float32", "dataset_train_split": "train"}
     for name, key in TRL_KEYS.items() - {("torch_dtype", TRL_KEYS["torch_dtype"])}:

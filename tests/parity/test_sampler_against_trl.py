@@ -22,8 +22,8 @@ from support.parity_runs import (
     train_trl,
 )
 
-from groupwise.core.corrections import sampler_correction, sampler_log_gap
-from groupwise.core.masks import entropy_threshold, off_policy_keep
+from groupwise.core.entropy import entropy_threshold
+from groupwise.core.ratios import off_policy_keep, sampler_correction, sampler_log_gap
 from groupwise.core.surrogates import SurrogateSettings, vespo_gate
 
 trl = pytest.importorskip("trl", minversion="1.16.0")

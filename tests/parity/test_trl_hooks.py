@@ -55,7 +55,7 @@ def train_both(policy: Policy, setting: Setting, directory: Path, prepare: Any =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", OBJECTIVES)
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "vespo"])  # a divisor of its own each
 def test_without_an_override_rows_are_shuffled_and_the_loss_is_divided_as_in_trl(
     loss_type: str, policy: Policy, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def test_without_an_override_rows_are_shuffled_and_the_loss_is_divided_as_in_trl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "grpo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_metrics_are_means_of_micro_batches_and_generations_as_in_trl(
     loss_type: str, policy: Policy, tmp_path: Path
 ) -> None:

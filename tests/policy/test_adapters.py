@@ -156,6 +156,7 @@ def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):
 def test_virtual_tokens_with_sharded_parameters_are_refused_unless_the_weights_are_gathered(
     tmp_path, monkeypatch
 ):
+    pytest.importorskip("deepspeed")  # gathers the weights
     run = trainer(tmp_path, peft_config=peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     monkeypatch.setattr(transformers_backend, "requires_lockstep_forwards", lambda model: True)
     with pytest.raises(BackendError, match=r"with sharded parameters \(FSDP, ZeRO-3\).*or use LoRA"):
@@ -302,6 +303,7 @@ def loftq(model, monkeypatch):
 
 
 def corda(model, monkeypatch):
+    pytest.importorskip("attr")  # which PEFT's package does not require
     from peft.tuners.lora.corda import preprocess_corda
 
     config = lora(init_lora_weights="corda", corda_config=peft.tuners.lora.config.CordaConfig())

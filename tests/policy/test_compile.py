@@ -19,13 +19,13 @@ def fixed_completions(prompts, trainer):
 
 
 def trained(directory, **settings):
-    """The weights after six steps, and how many graphs had been compiled after each."""
+    """The weights after five steps, and how many graphs had been compiled after each."""
     trainer = runs.trainer(
         directory,
         rollout_func=fixed_completions,
         train_dataset=runs.prompts(16),
         per_device_train_batch_size=8,
-        max_steps=6,
+        max_steps=5,
         optim="sgd",
         gradient_checkpointing=False,
         **settings,
@@ -43,14 +43,11 @@ def trained(directory, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
-def test_a_compiled_model_makes_the_same_updates(tmp_path, layout):
-    plain, _ = trained(tmp_path / "plain", sequence_layout=layout)
+def test_a_compiled_model_makes_the_same_updates(tmp_path):
+    plain, _ = trained(tmp_path / "plain")
     torch.compiler.reset()
     counters.clear()
-    compiled, graphs = trained(
-        tmp_path / "compiled", sequence_layout=layout, torch_compile=True, torch_compile_backend="aot_eager"
-    )
+    compiled, graphs = trained(tmp_path / "compiled", torch_compile=True, torch_compile_backend="aot_eager")
     moved = max((p - q).abs().max() for p, q in zip(plain, runs.policy().parameters(), strict=True))
     gap = max((p - q).abs().max() for p, q in zip(plain, compiled, strict=True))
     assert moved > 1e-4 and gap < 1e-6

@@ -20,7 +20,6 @@ from groupwise.policy.digests import (
     columns_of,
     part_digest,
     position_weights,
-    sampled_columns,
     tensor_digest,
 )
 from groupwise.policy.weight_iterator import weight_iterator
@@ -116,22 +115,15 @@ def test_changes_of_many_elements_change_the_digest(change):
         assert tensor_digest(matrix).item() != tensor_digest(change(matrix)).item()
 
 
-@pytest.mark.parametrize("columns", [1, 16, 17, 100])
-def test_consecutive_syncs_read_all_columns(columns):
-    read = [column for sync in range(-(-columns // 16)) for column in sampled_columns(sync, columns)]
-    assert read == list(range(columns))
-
-
 @pytest.fixture
 def weights():
     return {name: tensor.detach().clone() for name, tensor in weight_iterator(policy())}
 
 
-def compared(weights, engine, dtype="float32", sync=0, wider=None):
+def compared(weights, engine, dtype="float32", wider=None):
     """Load ``weights`` into an engine and compare; ``wider``: what it is known to hold in a wider dtype."""
     fetch = lambda adapter, given: [("the engine", dtype, engine.collective_rpc("", given))]  # noqa: E731
     check = WeightCheck("every_sync", [dtype], fetch)
-    check.num_syncs = sync
     if wider is not None:
         check.done, check.wider = True, wider
     engine.start_weight_update()
@@ -141,10 +133,9 @@ def compared(weights, engine, dtype="float32", sync=0, wider=None):
     return SimpleNamespace(digest=check.compare(), wider=check.wider, own=own)
 
 
-def compare_reports(weights, reports, sync=0):
+def compare_reports(weights, reports):
     """Compare with a report of each worker."""
     check = WeightCheck("every_sync", ["float32"], lambda *_: [("it", "float32", [[one] for one in reports])])
-    check.num_syncs = sync
     list(check.record(weights.items()))
     return check.compare()
 
@@ -153,9 +144,9 @@ def compare_reports(weights, reports, sync=0):
 def test_an_engine_that_loaded_the_weights_agrees(weights, dtype):
     engine = TinyEngine(weights.items(), getattr(torch, dtype))
     first = compared(weights, engine, dtype).digest
-    assert first == compared(weights, engine, dtype, sync=1).digest
+    assert first == compared(weights, engine, dtype).digest
     weights["model.norm.weight"][0] += 1
-    assert len(first) == 16 and first != compared(weights, engine, dtype, sync=2).digest
+    assert len(first) == 16 and first != compared(weights, engine, dtype).digest
 
 
 def test_vectors_that_an_engine_keeps_in_float32_are_compared_unrounded(weights):
@@ -217,7 +208,7 @@ def test_tensors_that_a_loader_transforms_are_named_and_left_out(caplog):
     assert places.opaque == {"b"} and not places.empty and list(places.by_parameter) == ["a"]
     own = {"a": torch.ones(2, 3), "b": torch.ones(3)}
     entry = [tensor_digest(own["a"]).item(), 6, "float32"]
-    compare_reports(own, [{"tensors": {"a": entry}, "sampled": {}, "opaque": ["b"], "empty": []}])
+    compare_reports(own, [{"tensors": {"a": entry}, "opaque": ["b"], "empty": []}])
     assert "1 of 2 tensors of it cannot be compared" in caplog.text and ": b" in caplog.text
 
 
@@ -247,13 +238,12 @@ def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
     def report(worker: int, kernel: torch.Tensor) -> dict:
         made = DigestReport({"a": [6, 40]})
         place = Place("a", (3, 40), (40, 1), 0, (40, 1), 120 * worker)
-        read = lambda columns: kernel[:, columns.start : columns.stop].T  # noqa: E731
-        made.add_repacked([place], (3, 40), read, digests.row_digests(matrix[3 * worker :][:3]), 1)
+        made.add_repacked([place], (3, 40), kernel.dtype, lambda: kernel, digests.row_digests(kernel))
         return made.result()
 
-    compare_reports({"a": matrix}, [report(worker, matrix[3 * worker :][:3]) for worker in range(2)], sync=1)
-    with pytest.raises(BackendError, match="a has other values in the copy that its kernel reads"):
-        compare_reports({"a": matrix}, [report(0, matrix[:3]), report(1, matrix[:3])], sync=1)
+    compare_reports({"a": matrix}, [report(worker, matrix[3 * worker :][:3]) for worker in range(2)])
+    with pytest.raises(BackendError, match="a has other values"):
+        compare_reports({"a": matrix}, [report(0, matrix[:3]), report(1, matrix[:3])])
 
 
 def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():
@@ -280,7 +270,7 @@ def test_a_worker_without_rows_of_a_sharded_tensor_has_no_place_of_it():
 )
 def test_a_problem_is_named(entry, problem):
     tensors = {} if entry is None else {"a": entry}
-    report = {"tensors": tensors, "sampled": {}, "opaque": [], "empty": []}
+    report = {"tensors": tensors, "opaque": [], "empty": []}
     with pytest.raises(BackendError, match=f"it does not compute with the trainer's weights: a {problem}"):
         compare_reports({"a": torch.ones(2, 3)}, [report])
 
@@ -293,7 +283,7 @@ def test_shards_and_copies_of_several_workers_add_up():
                 "a": [part_digest(matrix[:, 3 * i : 3 * i + 3], 3 * i, (6, 1), 6).item(), 12, "float32"],
                 "b": [tensor_digest(vector).item(), 3, "float32"],
             },
-            **{"sampled": {}, "opaque": [], "empty": []},
+            **{"opaque": [], "empty": []},
         }
         for i in range(2)
     ]

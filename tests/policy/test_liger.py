@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.configs import oldest_version, set_installed
 from support.runs import WORDS, count_reward, experience, policy, prompts, tokenizer, trainer, weighed
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2VLConfig
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.policy.liger import check_liger
@@ -300,6 +300,23 @@ def test_a_liger_without_the_arguments_of_the_loss_is_refused(tmp_path, monkeypa
     oldest = oldest_version("liger-kernel")
     with pytest.raises(ConfigError, match=rf"needs liger-kernel>={oldest}, and 0.8.0 is installed"):
         trainer(tmp_path, use_liger_kernel=True)
+
+
+@needs_liger
+def test_an_architecture_that_liger_cannot_patch_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as modeling
+
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    args = GRPOConfig(str(tmp_path), bf16=False, use_cpu=True, use_liger_kernel=True)
+    before = dict(vars(modeling))
+    if hasattr(modeling, "Qwen2VisionTransformerPretrainedModel"):  # transformers before 5.24
+        check_liger(str(tmp_path), args)
+        monkeypatch.delattr(modeling, "Qwen2VisionTransformerPretrainedModel")
+    names = r"qwen2_vl: .*Qwen2VisionTransformerPretrainedModel.*liger-kernel \d.*, transformers \d.*"
+    with pytest.raises(ConfigError, match=rf"{names}use_liger_kernel=False"):
+        check_liger(str(tmp_path), args)  # the folder has no weights
+    monkeypatch.undo()
+    assert dict(vars(modeling)) == before  # the check patches nothing
 
 
 @needs_liger

@@ -235,17 +235,18 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", [4, 2])
-def test_process_supervision(scale, size):
-    got = core.process_advantages(STEPS, size, 6, scale=scale)
-    expected = process_advantages(STEPS, size, 6, scale)
+def test_process_supervision(scale, size, kind):
+    got = core.process_advantages(STEPS, size, 6, scale=scale, leave_out=kind == "leave_one_out")
+    expected = process_advantages(STEPS, size, 6, scale, kind)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
 def test_process_supervision_by_hand():
     """Rewards 1, 3 of one sequence, 2 of the other: mean 2, std 1; the second step ends at token 2."""
-    got = core.process_advantages([[(0, 1.0), (2, 3.0)], [(1, 2.0)]], 2, 4, scale=False)
+    got = core.process_advantages([[(0, 1.0), (2, 3.0)], [(1, 2.0)]], 2, 4, scale="none")
     assert got.tolist() == [[0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
@@ -261,9 +262,67 @@ def test_process_rewards_beside_outcome_rewards(kind, aggregation, scale):
     table = GroupRewards(table.rewards_NF, table.weights_F, 4, {1: STEPS}, 6)
     got = ADVANTAGES[kind](table, AdvantageSettings(scale, aggregation))
     outcome = advantages(rows, weights, 4, scale, aggregation, kind)
-    process = process_advantages(STEPS, 4, 6, scale != "none")
+    # Rewards that are normalized function by function have a deviation of the group.
+    own_scale = "group" if aggregation == "normalize_then_sum" and scale == "batch" else scale
+    process = process_advantages(STEPS, 4, 6, own_scale, kind)
     expected = [[o + 0.3 * p for p in row] for o, row in zip(outcome, process, strict=True)]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+#: Spans of turns in 12 tokens: with results of tools between them; a second row, from which the third turn
+#: returns; a request that is repeated, of which the second answer begins with tokens of the first.
+TURNS = [
+    [(0, 2), (4, 7), (9, 12)],
+    [(0, 3), (7, 9), (5, 7), (9, 10)],
+    [(0, 3), (7, 9), (0, 5), (0, 3)],
+    [(0, 1)],
+] * 3
+
+
+def rewarded_turns(rng: random.Random, only_last: bool = False) -> list[list[tuple[int, float]]]:
+    steps = [[(end - 1, rng.gauss(0, 1)) for _, end in turns] for turns in TURNS]
+    steps = [each[-1:] if only_last else each for each in steps]
+    return [each[:-1] if i == 4 else [] if i == 6 else each for i, each in enumerate(steps)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "turn_level"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_turn_is_credited_with_what_came_after_it_in_time(kind, scale):
+    steps, weights = rewarded_turns(random.Random(1)), [0.7, 0.3]
+    rows = [[random.Random(i).gauss(0, 1), None] for i in range(12)]
+    table = to_core(rows, weights, 4)
+    table = replace(table, step_rewards={1: steps}, num_tokens=12, turns=TURNS)
+    got = ADVANTAGES[kind](table, AdvantageSettings(scale))
+    base = "group_mean" if kind == "turn_level" else kind
+    outcome = advantages(rows, weights, 4, scale, "sum_then_normalize", base)
+    process = process_advantages(steps, 4, 12, scale, base, TURNS, own=kind == "turn_level")
+    expected = [[o + 0.3 * p for p in row] for o, row in zip(outcome, process, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_reward_of_the_last_turn_alone_is_an_outcome_reward(kind, scale):
+    steps = rewarded_turns(random.Random(2), only_last=True)
+    rows = [[each[0][1] if each else None] for each in steps]
+    outcome = ADVANTAGES[kind](to_core(rows, [1.0], 4), AdvantageSettings(scale))
+    table = replace(to_core([[None]] * 12, [1.0], 4), step_rewards={0: steps}, num_tokens=12, turns=TURNS)
+    got = ADVANTAGES[kind](table, AdvantageSettings(scale))
+    for row, turns in enumerate(TURNS):
+        sampled = sorted({t for start, stop in turns for t in range(start, stop)})
+        expected = outcome[row].expand(len(sampled))
+        torch.testing.assert_close(got[row, sampled], expected, rtol=1e-9, atol=1e-12)
+        assert not got[row, sorted({*range(12)} - {*sampled})].any()  # results of tools
+
+
+def test_credit_in_time_by_hand():
+    """Rewards 1, 3 of the second and third turn, 2 of the other completion; token 3 is of a tool."""
+    turns = [[(0, 2), (5, 6), (2, 3)], [(0, 1)]]
+    steps = [[(5, 1.0), (2, 3.0)], [(0, 2.0)]]
+    got = core.process_advantages(steps, 2, 6, scale="none", turns=turns)
+    assert got.tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0.0] * 6]
+    own = core.process_advantages(steps, 2, 6, scale="none", turns=turns, own_turn=True)
+    assert own.tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0, -1.0], [0.0] * 6]
 
 
 def test_two_process_functions_are_weighted_and_added():
@@ -271,7 +330,7 @@ def test_two_process_functions_are_weighted_and_added():
         torch.full((12, 2), math.nan), torch.tensor([0.5, 2.0]), 4, {0: STEPS, 1: STEPS[::-1]}, 6
     )
     got = ADVANTAGES["group_mean"](table, AdvantageSettings())
-    first, second = process_advantages(STEPS, 4, 6, True), process_advantages(STEPS[::-1], 4, 6, True)
+    first, second = process_advantages(STEPS, 4, 6), process_advantages(STEPS[::-1], 4, 6)
     expected = [
         [0.5 * a + 2 * b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)
     ]

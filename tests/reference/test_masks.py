@@ -1,6 +1,6 @@
 """Entropy quantile and bonus, off-policy mask, sampler correction, adaptive control, against the loops.
 
-Files: ``core/corrections.py``, ``core/entropy.py``, ``core/masks.py``.
+Files: ``core/entropy.py``, ``core/ratios.py``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from support.oracles.oracle import (
     top_entropy_mask,
 )
 
-from groupwise.core.corrections import CORRECTION_MODES, sampler_correction, sampler_log_gap
-from groupwise.core.entropy import EntropyControl
-from groupwise.core.masks import entropy_threshold, off_policy_keep
+from groupwise.core.entropy import EntropyControl, entropy_threshold
+from groupwise.core.ratios import CORRECTION_MODES, off_policy_keep, sampler_correction, sampler_log_gap
 
 TOPS = [1.0, 0.8, 0.5, 0.2, 0.03, 0.0]
 
@@ -60,6 +59,10 @@ def test_the_whole_quantile_keeps_every_token_even_when_all_are_equal():
     values = torch.full((9,), 0.1)
     for top in TOPS:
         assert bool((values >= entropy_threshold(values, top)).all())
+
+
+def test_the_entropy_threshold_has_the_precision_of_the_entropies():
+    assert entropy_threshold(torch.rand(9), 0.2).dtype == torch.float32  # some devices have no float64
 
 
 def test_the_entropy_threshold_without_tokens_is_infinite():

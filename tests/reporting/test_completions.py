@@ -76,7 +76,7 @@ def test_duplicate_column_names_and_invalid_unicode(tmp_path, make_args, make_ro
     row = make_row(completion="a\ud800b", rewards={"step": 1.0}, columns={"step": "x", "prompt": "y"})
     report_completions([row], 3, make_args(num_completions_to_print=0), str(tmp_path))
     (saved,) = read(tmp_path / "completions" / "completions_00003.parquet")
-    assert saved["completion"] == "a?b"
+    assert saved["completion"] == "a\ufffdb"
     assert (saved["step"], saved["step_"], saved["step__"], saved["prompt_"]) == (3, 1.0, "x", "y")
 
 
@@ -99,13 +99,13 @@ def test_chats_are_saved_as_messages(tmp_path, make_args, make_row, capsys):
     args = make_args(log_unique_prompts=True)
     report_completions([make_row(question, turns), make_row(question, turns[2:])], 3, args, str(tmp_path))
     (saved,) = read(tmp_path / "completions" / "completions_00003.parquet")
-    assert saved["prompt"] == [message("user", "2+2??")]
+    assert saved["prompt"] == [message("user", "2+2?\ufffd")]
     assert saved["completion"] == [
         message("assistant", "", reasoning_content="Use the tool.", tool_calls=[call]),
         message("tool", "4", name="add"),
         message("assistant", "Four."),
     ]
-    assert "2+2??" in capsys.readouterr().out
+    assert "2+2?\ufffd" in capsys.readouterr().out
     assert row_text(turns) == (
         'assistant: <think>Use the tool.</think> add({"a": 2, "b": 2})\ntool: 4\nassistant: Four.'
     )
@@ -141,7 +141,7 @@ def test_prompts_with_images_are_saved_as_content_blocks(tmp_path, make_args):
     for saved in data["train"]["prompt"]:
         assert [message["content"] for message in saved] == [
             [{"type": "text", "text": "Be brief."}],
-            [{"type": "image", "text": None}, {"type": "text", "text": "What is? this?"}],
+            [{"type": "image", "text": None}, {"type": "text", "text": "What is\ufffd this?"}],
         ]
     assert [chat[0]["content"] for chat in data["train"]["completion"]] == ["A dot.", "Nothing."] * 2
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,7 +167,7 @@ def test_the_header_has_no_secret(tmp_path, monkeypatch):
     assert "planted" not in text.replace(str(tmp_path), "") and "<WANDB_API_KEY>" in text
     header = json.loads(text)
     assert header["settings"]["learning_rate"] == 1e-2 and "steps_per_generation" not in header["settings"]
-    assert header["versions"]["torch"] == torch.__version__ and header["max_steps"] == 1
+    assert header["versions"]["torch"] == version("torch") and header["max_steps"] == 1
     assert header["trainer"][0] == "groupwise.trainer.GRPOTrainer" and header["sharded"] is False
     assert header["reward_funcs"] == ["count_reward"] and header["num_prompts"] == 8
     files = b"".join(path.read_bytes() for path in (tmp_path / FOLDER).glob("*.gz"))

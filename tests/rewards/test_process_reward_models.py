@@ -64,7 +64,7 @@ def step_scores(prompt: str, steps) -> list[tuple[int, float]]:
 def expected_advantages() -> list[list[float]]:
     prompts = [prompt for prompt in PROMPTS for _ in range(G)]
     steps = [step_scores(prompt, steps) for prompt, steps in zip(prompts, STEPS, strict=True)]
-    return process_advantages(steps, G, L_MAX, True)
+    return process_advantages(steps, G, L_MAX)
 
 
 def float64_logps(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,6 +228,55 @@ def test_logged_columns_and_metrics_arrive(tmp_path):
 
     (table,) = (tmp_path / "completions").glob("*.parquet")
     assert "length" in pandas.read_parquet(table).columns
+
+
+@pytest.mark.slow
+def test_the_judge_of_the_documentation_keeps_its_limits_and_survives_an_outage(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (code,) = re.findall(r"```python\n(import asyncio\n\nimport aiolimiter.*?)```", page, flags=re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+
+    async def request(text):
+        running.append(text)
+        most.append(len(running))
+        asked.append(text)
+        await asyncio.sleep(0.001)
+        running.remove(text)
+        if text in broken or (text == "b" and asked.count("b") < 3):
+            raise ConnectionError("down")
+        return "5"
+
+    async def no_wait(seconds):
+        waits.append(seconds)
+
+    def limit(number):  # of one event loop: that of all steps of a trainer
+        per_minute = namespace["aiolimiter"].AsyncLimiter(300, 60)
+        namespace.update(concurrent=asyncio.Semaphore(number), per_minute=per_minute)
+
+    running, most, asked, waits, broken = [], [], [], [], {"a"}
+    namespace["request"], namespace["grade"].retry.sleep = request, no_wait
+    texts = [chr(97 + i) for i in range(26)]
+    assert asyncio.run(namespace["judge"](texts)) == [None, *[0.5] * 25]
+    assert max(most) == 16 and asked.count("a") == 6 and asked.count("b") == 3 and len(waits) == 5 + 2
+    most.clear()
+    limit(2)
+    run = trainer(tmp_path, [namespace["judge"], count_reward], reward_on_error="none")
+    run.train()
+    assert max(most) == 2 and [log["rewards/judge/mean"] for log in run.state.log_history[:2]] == [0.5, 0.5]
+
+    async def down(text):
+        raise ConnectionError("down")
+
+    namespace["request"] = down
+    limit(2)
+    run = trainer(tmp_path, [namespace["judge"], count_reward], reward_on_error="none")
+    run.train()
+    log = run.state.log_history[0]
+    assert log["rewards/judge/errors"] == 1 and log["reward"] == log["rewards/count_reward/mean"]
+    with pytest.raises(RewardError, match="'judge' raised ConnectionError: down"):
+        limit(2)
+        trainer(tmp_path, namespace["judge"]).train()
 
 
 @pytest.mark.slow

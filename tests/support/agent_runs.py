@@ -109,6 +109,18 @@ def calls_reward(completions: list[Any], **_: Any) -> list[float]:
     ]
 
 
+def turn_reward(completions: list[Any], **_: Any) -> list[list[float | None]]:
+    """Number of calls of each turn and its length / 100; None for the second of three turns or more."""
+    turns = [[m for m in messages if m["role"] == "assistant"] for messages in completions]
+    return [
+        [
+            None if i == 1 and len(each) > 2 else len(m.get("tool_calls") or ()) + len(str(m)) / 100
+            for i, m in enumerate(each)
+        ]
+        for each in turns
+    ]
+
+
 def chats(count: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"go {i}"}] for i in range(count)]})
 

@@ -203,6 +203,91 @@ VISION = {
 }
 
 
+#: Sizes of any architecture by their names in configs, for ``build_any``; a config that has none of a name,
+#: or None, keeps it.
+ANY_SIZES = {
+    **{name: value for name, value in SIZES.items() if not name.endswith("token_id")},
+    **{"max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_words": 67, "emb_dim": 32},
+    **dict.fromkeys(("n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "lru_width"), 32),
+    **dict.fromkeys(("attention_hidden_size", "dim_model_base", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 3),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "linear_num_value_heads", "mamba_dt_rank"), 4),
+    **dict.fromkeys(("d_ff", "dff", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"), 48),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(("top_k_experts", "n_group", "index_n_heads", "linear_num_key_heads", "num_hash"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "sliding_window"), 16),
+    **dict.fromkeys(("expert_ffn_hidden_size", "attention_window_size", "local_window_size"), 16),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "n_groups"), 1),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers", "zero_expert_num"), 1),
+    **dict.fromkeys(("kv_lora_rank", "o_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_n_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_headdim"), 8),
+    **dict.fromkeys(("n_mamba_heads", "mamba_num_heads", "mamba_head_dim", "ssm_state_size"), 8),
+    **dict.fromkeys(("chunk_size", "hidden_size_per_layer_input", "index_head_dim", "dim_head"), 8),
+    **{"mamba_d_ssm": 64, "index_topk": 64, "state_size": 4, "time_step_rank": 4, "num_mem_blocks": 1},
+    **{"vocab_size_per_layer_input": 67, "linear_head_dim": 8, "head_dim": 8},
+}
+_LATENT = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 8}
+_SHARED_KEYS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    **{"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+}
+#: Further sizes by model type.
+ANY_CHANGES = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32"), _LATENT),
+    "deepseek_v2": {**_LATENT, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), LINEAR),
+    **{name: {**_SHARED_KEYS, "head_dim": 8} for name in ("gemma4_text", "gemma4_unified_text")},
+    "gemma3n_text": {**_SHARED_KEYS, "intermediate_size": [48] * 4, "laurel_rank": 4}
+    | {"activation_sparsity_pattern": [0.0] * 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 16},
+    **{name: {"layer_types": ["conv", "full_attention", "conv"]} for name in ("lfm2", "lfm2_moe")},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": JAMBA[1],
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    **{name: STATES[name][1] for name in ("nemotron_h", "falcon_h1")},
+    "zamba2": {**STATES["zamba2"][1], "attention_hidden_size": 64, "attention_head_dim": 16},
+    **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
+    "zaya": {"num_experts_per_tok": 1},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def any_changes(config_class):
+    """Return the arguments of a small config of any class, of its parts too."""
+    known = vars(config_class())
+    numbers = {name for name, value in known.items() if isinstance(value, int | float)}
+    changes = {name: value for name, value in ANY_SIZES.items() if name in numbers}
+    changes |= {n: ANY_SIZES[n] for n in ("head_dim", "num_key_value_heads", "pad_token_id") if n in known}
+    for name, value in known.items():
+        if isinstance(value, transformers.PretrainedConfig):
+            changes[name] = type(value)(**any_changes(type(value)))
+    return {**changes, **ANY_CHANGES.get(config_class.model_type, {})}
+
+
+def build_any(model_type, seed=0):
+    """Return a small model of any type that ``AutoModelForCausalLM`` has, with its default settings."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    config = config_class(**any_changes(config_class))
+    if hasattr(config, "is_decoder"):  # of types that are encoders, too
+        config.is_decoder = True
+    return _build(transformers.AutoModelForCausalLM, config, seed)
+
+
 def build(config_class, changes, seed=0):
     changes = dict(changes)
     attention = changes.pop("attn_implementation", None)

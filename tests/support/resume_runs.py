@@ -1,4 +1,9 @@
-"""Tiny runs for the resume tests, and one to be killed as it writes."""
+"""Tiny runs for the resume tests; as a script, one to be killed as it writes.
+
+    resume_runs.py ADDRESS OUTPUT_DIR WEIGHTS_FILE [resume] [stop]
+
+ADDRESS: of the test's socket.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ import os
 import random
 import re
 import shutil
-from multiprocessing.connection import Connection
+import sys
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +109,18 @@ def make_trainer(
     )
 
 
-def train_in_a_process(
-    talk: Connection, output_dir: str, weights_file: str, resume: bool, stop: bool
-) -> None:
+def main(address: str, output_dir: str, weights_file: str, *options: str) -> None:
     """One run in a process of its own.
 
-    With ``stop`` it reports every point at which a kill could do harm and continues when it gets an answer.
+    With "stop" it reports every point at which a kill could do harm and continues when it gets an answer.
     """
     torch.set_num_threads(1)
+    talk = Client(address)
     trainer = make_trainer(output_dir, num_iterations=2, steps_per_generation=2, save_total_limit=2)
     real_save = torch.save
-    if stop:
+    if "stop" in options:
         _stop_at_writes(talk)
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.train(resume_from_checkpoint="resume" in options or None)
     real_save(trainer.model.state_dict(), weights_file)
 
 
@@ -151,3 +156,7 @@ def _stop_at_writes(talk: Connection) -> None:
         real_rmtree(path, *args, **kwargs)
 
     torch.save, os.replace, shutil.rmtree = save, replace, rmtree
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

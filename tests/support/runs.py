@@ -78,7 +78,7 @@ def trainer(
         name: given.pop(name)
         for name in (
             *("peft_config", "rollout_func", "callbacks", "reward_processing_classes", "optimizers"),
-            *("tools", "environment_factory", "backend", "compute_metrics"),
+            *("tools", "environment_factory", "backend", "compute_metrics", "curriculum"),
         )
         if name in given
     }

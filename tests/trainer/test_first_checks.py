@@ -362,7 +362,8 @@ def test_a_tokenizer_without_pad_and_eos_token_is_refused_before_the_model_is_lo
 @pytest.mark.parametrize("kind", ["sequence", "token"])
 def test_a_reward_model_needs_its_own_tokenizer_before_the_policy_is_loaded(tmp_path, kind):
     def judge(size: int) -> transformers.PreTrainedModel:
-        config = transformers.LlamaConfig(**{**policy(vocab_size=size).config.to_dict(), "num_labels": 1})
+        config = policy(vocab_size=size).config
+        config.num_labels = 1
         names = {"sequence": "LlamaForSequenceClassification", "token": "LlamaForTokenClassification"}
         return getattr(transformers, names[kind])(config)
 

@@ -95,12 +95,6 @@ def test_a_step_makes_better_completions_likelier_and_the_model_loads_again(run,
 
 
 @pytest.mark.slow
-def test_training_runs_and_logs(run):
-    run.train()
-    assert run.state.global_step == 1 and "reward" in run.state.log_history[0]
-
-
-@pytest.mark.slow
 def test_a_token_classifier_on_the_same_weights_scores_the_steps_of_a_completion(run, smollm2_path):
     """A fresh head on SmolLM2: scores of a forward pass of its own, at the last token of each line break."""
     torch.manual_seed(0)

@@ -1,24 +1,24 @@
 """Rollouts of several rows: the update of one row, forks as each row alone, counts of rollouts.
 
-Files: ``core/row_weights.py``.
+Files: ``core/weights.py``.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.runs import policy, prompts, tokenizer, trainer
+from support.runs import generate, policy, prompts, tokenizer, trainer
 
 from groupwise import GRPOCallback, GRPOTrainer
-from groupwise.core.row_weights import count_rows, weigh_rows
-from groupwise.core.weights import NORMALIZERS, WindowCounts
-from groupwise.errors import ConfigError, RewardError
+from groupwise.core.weights import NORMALIZERS, WindowCounts, count_rows, weigh_rows
+from groupwise.errors import ConfigError
 from groupwise.records import Experience
 
 END = 1
@@ -129,6 +129,48 @@ def test_rows_that_continue_each_other_make_the_update_of_one_row(tmp_path: Path
     assert case == "truncated masked" or any(not torch.equal(one[name], start[name]) for name in one)
     for other in others:
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def last_turn_reward(
+    score: list[float], turn_ends: list[list[int | None]], **_: Any
+) -> list[list[float | None]]:
+    return [[*[None] * (len(ends) - 1), value] for ends, value in zip(turn_ends, score, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["row", *(name for name in CASES if name not in ("kl in reward", "steps"))])
+def test_a_reward_of_the_last_turn_makes_the_update_of_an_outcome(tmp_path: Path, case: str) -> None:
+    rollout = partial(rollouts_in, 5, forks=case != "reference")  # the main agent continues after the forks
+    settings = {**CASES, "row": {"rollout_credit": "row"}}[case]
+    outcome, turn = (
+        parameters(tmp_path, rollout(), reward, **settings) for reward in (score_reward, last_turn_reward)
+    )
+    for name, weight in outcome.items():
+        torch.testing.assert_close(turn[name], weight, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("by_turn", [True, False])
+def test_a_rollout_function_gives_the_rewards_of_its_turns_as_a_column(tmp_path: Path, by_turn: bool) -> None:
+    def rollout(texts: list[str], run: Any) -> dict[str, list[Any]]:
+        steps = [[(0, float(i)), (3, 1.0)] for i in range(len(texts))]
+        numbers = [[reward for _, reward in each] for each in steps]
+        return {
+            "prompt_ids": [run.processing_class(text)["input_ids"] for text in texts],
+            "completion_ids": [[7, 9, 8, END]] * len(texts),
+            "env_mask": [[1, 0, 1, 1]] * len(texts),
+            "step_rewards": numbers if by_turn else steps,
+        }
+
+    def steps(step_rewards: list[Any], **_: Any) -> list[Any]:
+        return step_rewards
+
+    run = trainer(tmp_path, steps, rollout_func=rollout, max_steps=1, scale_rewards="none")
+    rewards = run.compute_rewards(generate(run, [run.train_dataset[0]] * 4))
+    assert rewards.turns == [((0, 1), (2, 4))] * 4
+    # Rewards 0, 1, 2, 3 and 1 four times: mean 1.25. The token at index 1 is of a tool.
+    expected = [[i - 1.5, 0.0, -0.25, -0.25] for i in range(4)]
+    assert run.compute_advantages(rewards).tolist() == expected
+    assert rewards.metrics["reward/turn_1"].value() == 1.5
 
 
 class EachRowAlone(GRPOCallback):
@@ -317,7 +359,7 @@ def test_rewards_tables_and_metrics_count_rollouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("returns_to_main", [True, False])
-def test_step_rewards_need_the_order_of_time(tmp_path: Path, returns_to_main: bool) -> None:
+def test_step_rewards_are_credited_in_the_order_of_time(tmp_path: Path, returns_to_main: bool) -> None:
     def rollout(texts: list[str], run: Any) -> dict[str, list[Any]]:
         output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "rollout_ids": []}
         for i, text in enumerate(texts):  # a of the main agent, c of a sub-agent, b of the main agent
@@ -339,14 +381,21 @@ def test_step_rewards_need_the_order_of_time(tmp_path: Path, returns_to_main: bo
 
     seen: list[torch.Tensor] = []
     given: dict[str, Any] = {"rollout_func": rollout, "max_steps": 1, "kind": Watched}
-    if returns_to_main:  # tokens a b | c: c was sampled before b
-        with pytest.raises(RewardError, match="'steps' returned step rewards for rollout 0, whose last row"):
-            trainer(tmp_path, steps, **given).train()
+    trainer(tmp_path, steps, **given).train()  # tokens a b | c, where c was sampled before b, or a | c | b
+    assert (seen[-1] == seen[-1][:, :1]).all() and seen[-1][0, 0] != 0
+    if returns_to_main:
         trainer(tmp_path, steps, **given, advantage_baseline="per_token").train()
         assert seen[-1].tolist() == [[0.0, float(i), 0.0] for i in range(4)]
-    else:  # tokens a | c | b
-        trainer(tmp_path, steps, **given).train()
-        assert (seen[-1] == seen[-1][:, :1]).all() and seen[-1][0, 0] != 0
+
+    def by_turn(turn_ends: list[list[int | None]], **_: Any) -> list[list[float | None]]:
+        ends.extend(turn_ends)
+        return [[None, float(i), 0.0] for i in range(len(turn_ends))]
+
+    ends: list[list[int | None]] = []
+    trainer(tmp_path, by_turn, **given, scale_rewards="none").train()  # mean of the eight rewards: 0.75
+    expected = [[i - 1.5, i - 1.5, -0.75] for i in range(4)]  # of a, c and b
+    assert seen[-1].tolist() == [[a, b, c] if returns_to_main else [a, c, b] for a, c, b in expected][:4]
+    assert ends == [[None, None, 0]] * 4
 
 
 @pytest.mark.slow

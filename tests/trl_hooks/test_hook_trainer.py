@@ -46,13 +46,20 @@ def test_an_override_that_would_not_be_called_is_refused(tmp_path, name):
 def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, name):
     args = run(tmp_path).args
     default, reason, counterpart = checks.REFUSED_SETTINGS[name]
-    assert getattr(args, name) == default
-    value = {"dynamic_sampling": True, "rollout_staleness": 2, "rollout_on_error": "retry"}[name]
+    assert getattr(args, name, None) == default
+    other: dict[str, object] = {"dynamic_sampling": True, "rollout_staleness": 2, "rollout_on_error": "retry"}
+    other |= {"prompt_filter": {"max": 0.9}, "curriculum": max}
+    value = {**other, "router_aux_loss_scope": "global_batch"}[name]
     setattr(args, name, value)
     with pytest.raises(ConfigError) as error:
         checks.check_settings(args, tokenizer())
     assert str(error.value).startswith(f"{name}={value!r} {reason}")
     assert f"set {name}={default!r}, or {counterpart}" in str(error.value)
+
+
+def test_a_curriculum_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"curriculum=.* chooses prompts by earlier rewards, and TRL reads"):
+        run(tmp_path, curriculum=lambda rates, step: [1.0] * 8)
 
 
 def test_a_callback_gets_the_generations_and_is_told_what_it_does_not_get(tmp_path, caplog):
@@ -538,3 +545,27 @@ def test_private_state_that_copied_bodies_use(tmp_path):
         made._metrics["train"] = {}
     made._metrics = {"train": {"mine": [2.0]}, "eval": {}}
     assert made._metrics["train"]["mine"] == [2.0] and made._metrics["train"]["other"] == []
+
+
+def test_a_generation_of_a_hook_is_logged_as_that_of_the_step_is(tmp_path):
+    """A body copied from TRL calls ``_generate`` itself; the step's own generation is recorded once."""
+
+    class Twice(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            self._generate([row["prompt"] for row in inputs])
+            return super()._generate_and_score_completions(inputs)
+
+    def rollout(prompts_given, run):
+        ids = tokenizer()(list(prompts_given))["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[4 + row] * row + [1] for row in range(len(ids))]}
+
+    logs = []
+    for kind in (GRPOTrainer, Twice):
+        made = run(tmp_path, kind, max_steps=1, rollout_func=rollout)
+        made.train()
+        logs.append(made.state.log_history[0])
+    once, twice = logs
+    assert once["num_tokens"] > 10 and twice["num_tokens"] == 2 * once["num_tokens"]
+    for name in ("completions/mean_length", "completions/max_length", "completions/clipped_ratio"):
+        assert twice[name] == once[name], name
+    assert once["completions/mean_length"] == 2.5

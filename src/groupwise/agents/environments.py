@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from groupwise.agents.tools import Content, Tool, make_tool, may_open_images
 from groupwise.errors import AgentError, ConfigError, RewardError, boundary
+from groupwise.records import copied
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.prompts import Prompt, is_conversational
 from groupwise.tokenization.text import content_blocks, content_text, is_content_blocks
@@ -21,8 +23,10 @@ _NOT_TOOLS = ("reset", "get_reward")
 class Environment(Protocol):
     """An environment: ``reset``, public methods as tools, and optionally ``get_reward() -> float | None``.
 
-    ``reset`` is called with the columns of the row before each rollout, and returns an observation (None,
-    text or content blocks). ``reset``, ``get_reward`` and the tools may be async.
+    ``get_reward`` may return a list with a number or None per turn; a parameter ``completion`` receives the
+    messages, one of the assistant for each turn. ``reset`` is called with the columns of the row before each
+    rollout, and returns an observation (None, text or content blocks). ``reset``, ``get_reward`` and the
+    tools may be async.
     """
 
     @property
@@ -100,7 +104,7 @@ class EnvironmentPool:
         executor: calls ``reset``, ``get_reward`` and the tools.
 
     Attributes:
-        rewards: finished calls of ``get_reward`` of the latest batch, by id of the instance.
+        rewards: finished calls of ``get_reward``, by id of the instance, until its slot is released.
 
     Raises:
         ConfigError: ``factory`` does not return environments, or a public method cannot be a tool.
@@ -148,13 +152,13 @@ class EnvironmentPool:
             kind = self.types[name]
             columns = {key: value for key, value in row.items() if not self.is_routed or key != "environment"}
             slots.append(Slot(kind, columns, kind.idle.pop(0) if kind.idle else None))
-        self.rewards = {}
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Let later batches reset the instances of these slots, but not one with an unfinished call."""
         for slot in slots:
             if slot.instance is not None:
+                self.rewards.pop(id(slot.instance), None)
                 if self.executor.unfinished.pop(id(slot.instance), None) is None:
                     slot.environment_type.idle.append(slot.instance)
                 slot.instance = None  # slots may be released twice
@@ -199,15 +203,28 @@ def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
         )
 
 
+def reward_call(environment: Any, completion: Sequence[Prompt]) -> Invocation:
+    """Return the call of ``get_reward``, with the messages of the rollout if it has a parameter for them.
+
+    Args:
+        completion: these messages, in a list of one.
+    """
+    function = environment.get_reward
+    if "completion" in inspect.signature(function).parameters:
+        function = functools.partial(function, completion=copied(completion[0]))
+    return Invocation(function, environment)
+
+
 def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., Any]:
     """Return a reward function: the results of ``get_reward`` of one class, called where it was not yet."""
 
-    def get_rewards(environments: list[Any], **_: object) -> list[float | None]:
+    def get_rewards(environments: list[Any], completions: Sequence[Any] = (), **_: object) -> list[Any]:
         own: dict[int, Any] = {i: each for i, each in enumerate(environments) if type(each) is cls}
-        missing = [each for each in own.values() if id(each) not in pool.rewards]
-        called = pool.executor.run_all([Invocation(each.get_reward, each) for each in missing])
-        futures = pool.rewards | dict(zip(map(id, missing), called, strict=True))
-        rewards: list[float | None] = [None] * len(environments)
+        missing = {id(each): (each, completions[i : i + 1]) for i, each in own.items()}
+        missing = {key: each for key, each in missing.items() if key not in pool.rewards}
+        called = pool.executor.run_all([reward_call(*each) for each in missing.values()])
+        futures = pool.rewards | dict(zip(missing, called, strict=True))
+        rewards: list[Any] = [None] * len(environments)
         for index, environment in own.items():
             with boundary(RewardError, f"{title}, method 'get_reward'", sample=index):
                 rewards[index] = futures[id(environment)].result()

@@ -78,7 +78,9 @@ class Rollout:
         tool_results: executed tool calls and their results.
         steps: the rollout in progress.
         request: request of the next turn.
-        futures: calls that the rollout waits for.
+        calls: functions to call, and calls in progress, before the rollout continues.
+        futures: calls in progress, or the requested turn, that the rollout waits for.
+        seed: seed of the batch, from which those of the turns are derived; None: the backend chooses them.
         error: reason why the rollout failed.
     """
 
@@ -94,7 +96,9 @@ class Rollout:
     tool_results: list[tuple[ToolCall, ToolResult]] = field(default_factory=list)
     steps: Steps = field(init=False)
     request: TurnRequest | None = None
+    calls: Calls = ()
     futures: list[Future[Any]] = field(default_factory=list)
+    seed: int | None = None
     error: AgentError | None = None
 
 
@@ -141,7 +145,10 @@ class AgentLoop(ABC):
 
     @abstractmethod
     def run_rollout(self, rollout: Rollout) -> Steps:
-        """Run one rollout and set its ``columns``. Every step runs in the thread of the trainer.
+        """Run one rollout and set its ``columns``.
+
+        Steps run in the thread of the trainer; those of a batch that was begun ahead of its step in another
+        one, from the request of the first turn on, up to the next call of a sync function.
 
         Raises:
             AgentError: the rollout failed; with ``rollout_on_error="retry"`` it is repeated.

@@ -1,12 +1,20 @@
 """Multi-turn rollouts: one scheduler for all agent loops, which samples the turns that they request.
 
-Rollouts that are ready for a turn share a generate call; a slow one joins a later call::
+In the thread of the trainer, rollouts that are ready for a turn share a generate call; a slow one joins a
+later call::
 
     generate  | a1 b1 c1 |          | a2 c2 |       | b2 |
     row a                 tool ...            end
     row b                 slow tool ...............       end
     row c                 tool .....          end
                           |<------>|  until c is ready: at most MIN_WAIT or the duration of the last call
+
+With ``rollout_staleness``, a batch begins before its step. Each of its rollouts then continues by itself, in
+a thread beside the update and in the trainer's thread once its step has come::
+
+    trainer   | update n | sync | step n + 1: waits for b ..... | update n + 1 |
+    row a     | a1 tool a2 end |
+    row b     | b1 slow tool ......... b2 | b3 end |              b2: sampled by the weights after the sync
 """
 
 from __future__ import annotations
@@ -14,20 +22,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from groupwise.agents.loop import AgentLoop, ChatResponse, Rollout, TurnRequest
+from groupwise.agents.loop import AgentLoop, Calls, ChatResponse, Rollout, TurnRequest
 from groupwise.agents.trajectory import Trajectory
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import json_dict
 from groupwise.core.metrics import Mean
-from groupwise.errors import AgentError, ConfigError
-from groupwise.generation.base import GenerationBackend, check_images, json_dict
-from groupwise.random_state import get_state, set_state
+from groupwise.errors import AgentError, ConfigError, warn_once
+from groupwise.generation.backends import check_images
+from groupwise.generation.base import GenerationBackend
+from groupwise.random_state import derived_seed, get_state, set_state
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 from groupwise.records.images import ImageInputs
-from groupwise.threads import Invocation
+from groupwise.threads import Invocation, function_name, is_concurrent, start_thread
 from groupwise.tokenization.images import encode_prompt, is_processor, row_images
 from groupwise.tokenization.prompts import (
     Message,
@@ -50,10 +61,35 @@ Generate = Callable[[Sequence[Sequence[int]], SamplingOptions], list[Completion]
 MIN_WAIT = 1.0
 
 
+@dataclass(eq=False)
+class BatchAhead:
+    """A batch that was begun before the optimizer step that takes it.
+
+    Attributes:
+        state: state of the random generators before its first call.
+        rollouts: []: to be begun again.
+        thread: result of the thread that continues the rollouts; None: there is none.
+        leave: ends the thread; its rollouts then wait where they are.
+    """
+
+    state: Any
+    rollouts: list[Rollout] = field(default_factory=list)
+    thread: Future[None] | None = None
+    leave: Future[None] = field(default_factory=Future)
+
+    def stop(self) -> BaseException | None:
+        """End the thread; returns its error."""
+        thread, self.thread = self.thread, None
+        if thread is None:
+            return None
+        self.leave.set_result(None)
+        return thread.exception()
+
+
 class MultiTurnRollouts:
     """Run the rollouts of an agent loop: sample the turns that they request, many in one generate call.
 
-    Rollouts advance in the thread of the caller, in the order of the rows, and so do their sync calls.
+    Sync functions are called in the thread of the caller, in the order of the rows.
 
     Args:
         loop: runs one rollout per row.
@@ -69,8 +105,7 @@ class MultiTurnRollouts:
         max_retries: repetitions of a failed rollout, after which its completion is dropped; None: the error
             of a rollout is raised.
         environments: environments of the latest batch, one per completion; None without environments.
-        ahead: batches that were begun and not yet taken, by the optimizer step that takes them: the state of
-            the random generators before their first call, and their rollouts ([]: to be begun again).
+        ahead: batches that were begun and not yet taken, by the optimizer step that takes them.
     """
 
     def __init__(
@@ -91,7 +126,7 @@ class MultiTurnRollouts:
         self.max_completion_length = config.max_completion_length
         self.max_retries = config.rollout_retries if config.rollout_on_error == "retry" else None
         self.environments: list[Any] | None = None
-        self.ahead: dict[int, tuple[Any, list[Rollout]]] = {}
+        self.ahead: dict[int, BatchAhead] = {}
         self._places: Sequence[Any] = ()  # of the batch that was taken last
         self._warned: set[str] = set()
 
@@ -102,6 +137,7 @@ class MultiTurnRollouts:
         generation_kwargs: Mapping[str, Any] | None = None,
         generate: Generate | None = None,
         step: int | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> RolloutBatch:
         """Run one rollout for each row; failed ones are repeated ``max_retries`` times and then dropped.
 
@@ -109,7 +145,8 @@ class MultiTurnRollouts:
             rows: dataset rows; rows of one group are adjacent.
             generation_kwargs: sampler settings in place of the run's, as in ``SamplingOptions``.
             generate: samples the turns; None: ``backend.generate``.
-            step: optimizer step, whose batch :meth:`first_turns` may have begun; None: of an evaluation.
+            step: optimizer step, whose batch :meth:`begin` may have begun; None: of an evaluation.
+            seeds: of the rows, B, as ``begin`` got them.
 
         Returns:
             Completions of all turns, with ``loss_mask`` 0 on tokens that were not sampled; the columns of the
@@ -120,14 +157,16 @@ class MultiTurnRollouts:
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
         self.end_batch()
+        generation_kwargs, send = generation_kwargs or {}, None
         if step in self.ahead:
-            rollouts = self._begin_batch(rows, backend, step)
+            send = partial(self._send, backend, generation_kwargs, step)
+            rollouts = self._begin_batch(rows, backend, step, seeds, send).rollouts
             del self.ahead[step]
         else:
             rollouts = self._make_rollouts(enumerate(rows), self.loop.begin_batch(rows), backend)
         self._places = [rollout.place for rollout in rollouts]
-        sample = partial(self._sample, backend, generate or backend.generate, generation_kwargs or {})
-        self._run(rollouts, sample)
+        sample = partial(self._sample, backend, generate or backend.generate, generation_kwargs)
+        self._run(rollouts, sample, send)
         num_repeated = 0
         for _ in range(self.max_retries or 0):
             failed = [rollout.index for rollout in rollouts if rollout.error is not None]
@@ -140,46 +179,66 @@ class MultiTurnRollouts:
                 rollouts[rollout.index] = rollout
         return self._make_batch(rollouts, backend, num_repeated)
 
-    def first_turns(
+    def begin(
         self,
         rows: list[dict[str, Any]],
         backend: GenerationBackend,
         generation_kwargs: Mapping[str, Any],
         step: int,
-    ) -> tuple[list[list[int]], SamplingOptions]:
-        """Begin a later batch; return the request of its first turns, which ``generate_rollouts`` repeats.
+        seeds: Sequence[int],
+    ) -> None:
+        """Begin a later batch, and continue its rollouts in a thread until ``generate_rollouts`` takes it.
+
+        The calls before the first turns are made now. Of later ones the thread starts those of async and
+        ``thread_safe`` functions alone; a rollout that calls another one waits for its step.
 
         Args:
             step: optimizer step that will take the batch.
-
-        Returns:
-            Contexts of the rollouts that did not fail, and their limits.
+            seeds: of the rows, B; turns are sampled with seeds that follow from them.
         """
-        ready = [rollout for rollout in self._begin_batch(rows, backend, step) if rollout.request is not None]
-        return self._turns(ready, backend, generation_kwargs)
+        send = partial(self._send, backend, generation_kwargs, step)
+        batch = self._begin_batch(rows, backend, step, seeds, send, stop=False)
+        if batch.thread is None:
+            advance = partial(self._continue, batch.rollouts, send, batch.leave)
+            batch.thread = start_thread(advance, "groupwise-turns")
 
     def _begin_batch(
-        self, rows: list[dict[str, Any]], backend: GenerationBackend, step: int
-    ) -> list[Rollout]:
-        """Run each rollout of a batch up to the request of its first turn, unless that was done.
+        self,
+        rows: list[dict[str, Any]],
+        backend: GenerationBackend,
+        step: int,
+        seeds: Sequence[int] | None,
+        send: Callable[[Sequence[Rollout]], None],
+        *,
+        stop: bool = True,
+    ) -> BatchAhead:
+        """Run each rollout of a batch up to the request of its first turn and send it, unless that was done.
 
         A restored batch, or one whose rows have changed, begins again in the random state of its beginning.
+
+        Args:
+            stop: end the thread of a batch that was begun, and raise its error.
         """
         present = get_state()
-        state, rollouts = self.ahead.get(step, (present, []))
-        if rollouts and prompts_equal([rollout.row for rollout in rollouts], rows):
-            return rollouts
-        self._close(rollouts)
-        set_state(state)
+        batch = self.ahead.get(step) or BatchAhead(present)
+        if batch.rollouts and prompts_equal([rollout.row for rollout in batch.rollouts], rows):
+            if stop and (error := batch.stop()):
+                raise error
+            return batch
+        self._close(batch)
+        set_state(batch.state)
         rollouts = self._make_rollouts(enumerate(rows), self.loop.begin_batch(rows), backend)
-        self.ahead[step] = state, rollouts
+        for rollout in rollouts:
+            rollout.seed = None if seeds is None else seeds[0]
+        begun = self.ahead[step] = BatchAhead(batch.state, rollouts)
         waiting: list[Rollout] = []
-        self._advance([(rollout, None) for rollout in rollouts], waiting, MIN_WAIT)
-        while waiting:  # slow ones too: no call of the user's code is left for the time of the update
-            self._advance((), waiting, MIN_WAIT)
-        if state is not present:
+        ready = self._advance([(rollout, None) for rollout in rollouts], waiting, MIN_WAIT)
+        while waiting:  # slow ones too: reset draws from the random stream of the run, not beside the update
+            ready += self._advance((), waiting, MIN_WAIT)
+        if batch.state is not present:
             set_state(present)
-        return rollouts
+        send(sorted(ready, key=lambda rollout: rollout.index))
+        return begun
 
     def end_batch(self) -> None:
         """Let later batches use the environments of the last batch, whose rewards are computed."""
@@ -187,22 +246,30 @@ class MultiTurnRollouts:
 
     def snapshot(self) -> dict[int, Any]:
         """Return the random states in which the batches ahead have begun, by optimizer step."""
-        return {step: state for step, (state, _) in self.ahead.items()}
+        return {step: batch.state for step, batch in self.ahead.items()}
 
     def restore(self, snapshot: dict[int, Any]) -> None:
         """Discard the batches ahead; those of a snapshot begin again when they are next asked for."""
-        for _, rollouts in self.ahead.values():
-            self._close(rollouts)
-        self.ahead = {step: (state, []) for step, state in snapshot.items()}
+        for batch in self.ahead.values():
+            self._close(batch)
+        self.ahead = {step: BatchAhead(state) for step, state in snapshot.items()}
 
     def merge(self, snapshots: Sequence[dict[int, Any]], config: GRPOConfig) -> dict[int, Any]:
         """Return no random states: on another number of ranks batches ahead begin anew."""
         return {}
 
-    def _close(self, rollouts: Sequence[Rollout]) -> None:
+    def _close(self, batch: BatchAhead) -> None:
+        if error := batch.stop():  # its rows are not used, so that the run goes on
+            logger.warning("a batch that was begun ahead is discarded, and had failed: %s", error)
+        self._end(batch.rollouts)
+        self.loop.end_batch([rollout.place for rollout in batch.rollouts])
+
+    def _end(self, rollouts: Sequence[Rollout]) -> None:
+        """End rollouts where they are; an environment with a call in progress is not used again."""
         for rollout in rollouts:
             rollout.steps.close()
-        self.loop.end_batch([rollout.place for rollout in rollouts])
+            for future in rollout.futures:
+                self.loop.executor.give_up(future, RuntimeError("the rollout was discarded"))
 
     def _make_rollouts(
         self, rows: Iterable[tuple[int, dict[str, Any]]], places: Sequence[Any], backend: GenerationBackend
@@ -214,26 +281,103 @@ class MultiTurnRollouts:
         return rollouts
 
     def _run(
-        self, rollouts: list[Rollout], sample: Callable[[Sequence[Rollout]], list[ChatResponse]]
+        self,
+        rollouts: list[Rollout],
+        sample: Callable[[Sequence[Rollout]], list[ChatResponse]],
+        send: Callable[[Sequence[Rollout]], None] | None = None,
     ) -> None:
         """Alternate between generate calls and the steps of the rollouts until all have ended, on all ranks.
+
+        Args:
+            send: of a batch that was begun ahead, whose rollouts first continue each by itself; the generate
+                calls then sample what they could not.
 
         Raises:
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
         waiting: list[Rollout] = []
         try:
+            if send is not None:
+                self._continue(rollouts, send)
             begun = [rollout for rollout in rollouts if rollout.request is not None]  # ahead
-            values: Iterable[tuple[Rollout, object]] = [(r, None) for r in rollouts if r.request is None]
-            ready = begun + self._advance(values, waiting, MIN_WAIT)
+            waiting += [rollout for rollout in rollouts if rollout.calls]  # likewise
+            self._start(waiting)
+            others = [each for each in rollouts if each not in (*begun, *waiting)]  # begun now, or ended
+            ready = begun + self._advance([(rollout, None) for rollout in others], waiting, MIN_WAIT)
             while self.any_rank(bool(ready)):
                 started = time.monotonic()
                 values = zip(ready, sample(ready), strict=True)
                 # A rollout that misses a batch costs one more generate call: waiting that long costs no more.
                 ready = self._advance(values, waiting, max(MIN_WAIT, time.monotonic() - started))
         finally:
-            for rollout in rollouts:
-                rollout.steps.close()
+            self._end(rollouts)
+
+    def _continue(
+        self,
+        rollouts: list[Rollout],
+        send: Callable[[Sequence[Rollout]], None],
+        leave: Future[None] | None = None,
+    ) -> None:
+        """Continue rollouts, each by itself, until all have ended or wait for what :meth:`_run` does.
+
+        Calls of sync functions are left to it: their order must not depend on how long others take. So is a
+        turn that could not be sampled, which its generate call repeats with the same seed.
+
+        Args:
+            send: requests turns; sets ``futures``, which stay empty if the backend has none.
+            leave: ends the thread beside the update, while turns and calls go on. None: this is the thread
+                of the trainer, in which calls have the ``idle_limit`` of their executor.
+        """
+        while True:
+            finished = [each for each in rollouts if each.futures and all(f.done() for f in each.futures)]
+            continued = []
+            for rollout in finished:
+                value: object = rollout.futures
+                rollout.futures = []
+                if rollout.request is not None:
+                    (turn,) = cast("list[Future[Completion]]", value)
+                    if turn.exception() is not None:
+                        continue
+                    value = self._append_turn(rollout, turn.result())
+                rollout.calls = self._resume(rollout, value)
+                continued.append(rollout)
+            self._start([each for each in rollouts if each.calls and _may_overlap(each)])
+            requesting = [each for each in continued if each.request is not None]
+            if requesting:
+                send(requesting)
+            held = [each for each in rollouts if each.futures]
+            if not held or (leave is not None and leave.done()):
+                return
+            unfinished = [future for each in held for future in each.futures if not future.done()]
+            if not unfinished:
+                continue  # they ended meanwhile: the thread must not wait for its end alone
+            if leave is not None:
+                wait([*unfinished, leave], return_when=FIRST_COMPLETED)
+            elif any(each.request is not None for each in held):  # the server has limits of its own
+                wait(unfinished, return_when=FIRST_COMPLETED)
+            else:
+                self.loop.executor.wait_for_next(unfinished)
+
+    def _start(self, rollouts: Sequence[Rollout]) -> None:
+        """Start the calls of rollouts, together: async calls of all begin before the sync ones, made here."""
+        invocations = [call for each in rollouts for call in each.calls if isinstance(call, Invocation)]
+        started = iter(self.loop.executor.start(invocations))
+        for rollout in rollouts:
+            calls, rollout.calls = rollout.calls, ()
+            rollout.futures = [next(started) if isinstance(c, Invocation) else c for c in calls]
+
+    def _send(
+        self,
+        backend: GenerationBackend,
+        generation_kwargs: Mapping[str, Any],
+        step: int,
+        rollouts: Sequence[Rollout],
+    ) -> None:
+        """Request turns of a batch ahead; the future of each is its rollout's."""
+        contexts, sampling = self._turns(rollouts, backend, generation_kwargs)
+        futures = backend.prefetch(contexts, sampling, step=step) or ()
+        for rollout, future in zip(rollouts, futures, strict=False):
+            rollout.futures = [future]
 
     def _advance(
         self,
@@ -256,17 +400,13 @@ class MultiTurnRollouts:
         while True:
             calling = []
             for rollout, value in values:
-                calls = self._resume(rollout, value)
+                rollout.calls = self._resume(rollout, value)
                 if rollout.request is not None:
                     ready.append(rollout)
-                elif calls:
-                    calling.append((rollout, calls))
-            # Together: async calls of all rollouts start before the sync ones, which run here in order.
-            invocations = [call for _, calls in calling for call in calls if isinstance(call, Invocation)]
-            started = iter(self.loop.executor.start(invocations))
-            for rollout, calls in calling:
-                rollout.futures = [next(started) if isinstance(c, Invocation) else c for c in calls]
-                waiting.append(rollout)
+                elif rollout.calls:
+                    calling.append(rollout)
+            self._start(calling)
+            waiting += calling
             futures = [future for rollout in waiting for future in rollout.futures]
             wait(futures, timeout=max(end - time.monotonic(), 0.0))
             finished = [rollout for rollout in waiting if all(f.done() for f in rollout.futures)]
@@ -276,8 +416,10 @@ class MultiTurnRollouts:
                 self.loop.executor.wait_for_next(futures)
             waiting[:] = [rollout for rollout in waiting if rollout not in finished]
             values = [(rollout, rollout.futures) for rollout in finished]
+            for rollout in finished:
+                rollout.futures = []
 
-    def _resume(self, rollout: Rollout, value: object) -> Any:
+    def _resume(self, rollout: Rollout, value: object) -> Calls:
         """Continue a rollout with the value that it waits for; return the calls that it waits for next.
 
         Its request of a turn is set as ``request``, once the messages are appended to its tokens.
@@ -290,16 +432,16 @@ class MultiTurnRollouts:
                 else:
                     step = rollout.steps.send(value)
             except StopIteration:
-                return None
+                return ()
             except AgentError as error:
                 self._fail(rollout, error)
-                return None
+                return ()
             if not isinstance(step, TurnRequest):
                 return step
             try:
                 if self._append_messages(rollout, step):
                     rollout.request = step
-                    return None
+                    return ()
                 value = None
             except Exception as problem:
                 if rollout.trajectory is None:  # the prompt cannot be used
@@ -397,11 +539,8 @@ class MultiTurnRollouts:
         if not rollouts:
             generate([sorted(backend.end_tokens)[:1]], SamplingOptions([1]))
             return []
-        contexts, sampling = self._turns(rollouts, backend, generation_kwargs)
-        trajectories = [cast(Trajectory, rollout.trajectory) for rollout in rollouts]
-        completions = generate(contexts, sampling)
-        tokens = [t.append_sampled(c) for t, c in zip(trajectories, completions, strict=True)]
-        return [self._read_turn(*each) for each in zip(rollouts, contexts, tokens, strict=True)]
+        completions = generate(*self._turns(rollouts, backend, generation_kwargs))
+        return [self._append_turn(*each) for each in zip(rollouts, completions, strict=True)]
 
     def _turns(
         self, rollouts: Sequence[Rollout], backend: GenerationBackend, generation_kwargs: Mapping[str, Any]
@@ -412,15 +551,27 @@ class MultiTurnRollouts:
         check_images(backend, images)
         limits = [trajectory.remaining_tokens for trajectory in trajectories]
         contexts = [trajectory.context_ids for trajectory in trajectories]
-        return contexts, SamplingOptions(limits, images, generation_kwargs)
+        seeds = None
+        if all(rollout.seed is not None for rollout in rollouts):
+            # Consecutive for the first turns of a group, and the same in whatever order later ones are sent.
+            # They depend on the context: a turn from a checkpoint is never that of another context.
+            inputs = images or [ImageInputs()] * len(rollouts)
+            turns = zip(rollouts, trajectories, contexts, inputs, strict=True)
+            seeds = [
+                derived_seed(rollout.seed, len(trajectory.turns), f"{context}{own.digest}") + rollout.index
+                for rollout, trajectory, context, own in turns
+            ]
+        return contexts, SamplingOptions(limits, images, generation_kwargs, seeds=seeds)
 
-    def _read_turn(self, rollout: Rollout, context_ids: list[int], token_ids: list[int]) -> ChatResponse:
-        """Parse a sampled turn and append its message to the conversation."""
+    def _append_turn(self, rollout: Rollout, completion: Completion) -> ChatResponse:
+        """Append a sampled turn to the tokens; parse it and append its message to the conversation."""
         prompt, trajectory = rollout.messages, cast(Trajectory, rollout.trajectory)
+        context_ids = trajectory.context_ids
+        token_ids = trajectory.append_sampled(completion)
         if self.renderer is None or not is_conversational(prompt):
             text = cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
-            completion = format_completion(prompt, text, self.template_kwargs)
-            rollout.messages = prompt + completion  # type: ignore[operator]  # both texts, or both messages
+            texts = format_completion(prompt, text, self.template_kwargs)
+            rollout.messages = prompt + texts  # type: ignore[operator]  # both texts, or both messages
             return ChatResponse({"role": "assistant", "content": text}, trajectory.truncated)
         schemas = cast(TurnRequest, rollout.request).schemas
         turn = self.renderer.parser(context_ids, token_ids, schemas)
@@ -472,6 +623,20 @@ class MultiTurnRollouts:
             metrics=metrics,
             images=self._images(rollouts),
         )
+
+
+def _may_overlap(rollout: Rollout) -> bool:
+    """Return True if the next calls of a rollout may be made beside the update; a warning names another."""
+    functions = [call.function for call in rollout.calls if isinstance(call, Invocation)]
+    sync = [function for function in functions if not is_concurrent(function)]
+    for function in sync:
+        warn_once(
+            logger,
+            "rollout_staleness: a rollout that calls %s waits for its step, because it is a sync function of "
+            "the trainer's thread; make it async, or decorate it with groupwise.agents.thread_safe",
+            function_name(function),
+        )
+    return not sync
 
 
 def _same_message(one: Message, other: Message) -> bool:

@@ -110,7 +110,7 @@ def add_environment_rows(
 
     Args:
         train_dataset: training data; None if the environment provides the tasks.
-        eval_dataset: evaluation data, or a dict of them.
+        eval_dataset: evaluation data. Both may be a dict of datasets.
 
     Returns:
         Training and evaluation data.
@@ -121,10 +121,7 @@ def add_environment_rows(
     """
     if not loop.provides_tasks:
         return train_dataset, eval_dataset
-    if isinstance(eval_dataset, dict):
-        eval_dataset = {name: _with_prompts(dataset) for name, dataset in eval_dataset.items()}
-    else:
-        eval_dataset = _with_prompts(eval_dataset)
+    eval_dataset = _with_prompts(eval_dataset)
     if train_dataset is not None:
         return _with_prompts(train_dataset), eval_dataset
     if loop.is_routed:
@@ -142,6 +139,8 @@ def add_environment_rows(
 
 
 def _with_prompts(dataset: Any) -> Any:
+    if type(dataset) is dict:
+        return {name: _with_prompts(rows) for name, rows in dataset.items()}
     columns = getattr(dataset, "column_names", None)
     if not columns or "prompt" in columns:
         return dataset

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from groupwise.agents.environments import EnvironmentPool, Slot, add_observation, check_observation
+from groupwise.agents.environments import (
+    EnvironmentPool,
+    Slot,
+    add_observation,
+    check_observation,
+    reward_call,
+)
 from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest, empty_prompt
 from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, tool_result
 from groupwise.core.metrics import Mean, Metrics
-from groupwise.errors import AgentError, ConfigError, boundary
+from groupwise.errors import AgentError, ConfigError, boundary, shortened
 from groupwise.records import copied
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.images import insert_images
@@ -20,9 +25,6 @@ from groupwise.tokenization.prompts import Message, is_conversational
 from groupwise.tokenization.tool_calls import ToolCall
 
 logger = logging.getLogger(__name__)
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 300
 
 
 class ToolLoop(AgentLoop):
@@ -98,10 +100,10 @@ class ToolLoop(AgentLoop):
             rollout.prompt = add_observation(rollout.prompt, observation)
             yield from self._alternate(rollout, ToolSet([*self.tools, *kind.tools(environment)]))
             if self.scores_rollouts and kind.has_reward:
-                (reward,) = yield [Invocation(environment.get_reward, environment)]
-                self.pool.rewards[id(environment)] = reward
+                (reward,) = yield [reward_call(environment, [rollout.messages[len(rollout.prompt) :]])]
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
+                self.pool.rewards[id(environment)] = reward
         except AgentError:
             slot.instance = None  # the next attempt gets a fresh one
             raise
@@ -157,8 +159,8 @@ class ToolLoop(AgentLoop):
                 "all %d tool calls of a generation failed; the first one: %s(%s): %s",
                 num_calls,
                 call.name,
-                ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in call.arguments.items()),
-                _SHORT.repr(failure),
+                ", ".join(f"{name}={shortened(value)}" for name, value in call.arguments.items()),
+                shortened(failure),
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transformers.utils import get_json_schema
 
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
-from groupwise.threads import Invocation
+from groupwise.threads import Invocation, thread_safe
 from groupwise.tokenization.images import is_image_object, load_blocks
 from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
@@ -126,6 +126,7 @@ class InvalidCallError(ValueError):
     """The policy's tool call is malformed, or names no tool."""
 
 
+@thread_safe
 def _refuse(error: str) -> None:
     raise InvalidCallError(error)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from groupwise.records import Completion
+from groupwise.records.rollout import Span
 from groupwise.records.sampling_mask import SamplingMask
 
 
@@ -35,6 +36,7 @@ class Trajectory:
         truncated: a limit ended the rollout.
         num_forks: number of times that the history was rewritten.
         contexts: index of the first token after each fork, and the history that it follows.
+        turns: spans of the turns in ``token_ids``, one for each call of :meth:`append_sampled`.
         prompt_tokens: tokens of the present history that do not count as completion.
     """
 
@@ -50,6 +52,7 @@ class Trajectory:
     truncated: bool = False
     num_forks: int = 0
     contexts: list[tuple[int, list[int]]] = field(default_factory=list)
+    turns: list[Span] = field(default_factory=list)
     prompt_tokens: int = 0
     has_logps: bool = False
     has_versions: bool = False
@@ -82,6 +85,7 @@ class Trajectory:
         self.has_versions |= completion.versions is not None
         self.has_sampling_mask |= completion.sampling_mask is not None
         self._append(tokens, 1, completion.logps, completion.versions, completion.sampling_mask)
+        self.turns.append((len(self.token_ids) - len(tokens), len(self.token_ids)))
         self.weight_digests += completion.weight_digest.split("+") if completion.weight_digest else []
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
         return tokens
@@ -150,4 +154,5 @@ class Trajectory:
             sampling_mask=SamplingMask.concatenate(self.sampling_mask) if self.has_sampling_mask else None,
             contexts=contexts,
             last_row=(contexts[-1][0], len(self.token_ids)) if contexts else None,
+            turns=tuple(self.turns),
         )

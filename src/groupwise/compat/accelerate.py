@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from accelerate.utils import DistributedDataParallelKwargs
     from torch import nn
 
 
@@ -21,6 +23,22 @@ def clear_device_cache() -> None:
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
+
+
+def without_buffer_broadcast(handler: DistributedDataParallelKwargs) -> DistributedDataParallelKwargs:
+    """Return ``handler`` without a broadcast of buffers in a forward; torch 2.13 renamed it."""
+    import inspect
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel.__init__).parameters:
+        return replace(handler, broadcast_buffers=False)
+
+    @dataclass
+    class WithForwardSync(type(handler)):  # type: ignore[misc]  # accelerate passes on what is not the default
+        forward_sync_buffers: bool = True
+
+    return WithForwardSync(**vars(handler), forward_sync_buffers=False)
 
 
 def forward_attribute(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,17 @@ def merge_dequantized(tuner: Any) -> None:
     from peft.tuners.lora import Linear
 
     Linear.merge(tuner)
+
+
+@contextmanager
+def without_checkpointing_warning() -> Iterator[None]:
+    """Context manager without a warning that PEFT 0.21 causes and no user can act on.
+
+    It reads ``is_gradient_checkpointing``, which transformers 5.24 calls ``is_activation_checkpointing``.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 @contextmanager

@@ -54,10 +54,12 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def process_group_store(timeout: float) -> torch.distributed.Store:
     """Return the store of the default process group; with gloo, set the time limit of its collectives."""
-    from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout, get_backend
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import _get_default_store, get_backend
 
     if get_backend() == "gloo":
-        _set_pg_timeout(timedelta(seconds=timeout))
+        set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout  # before torch 2.14
+        set_timeout(timedelta(seconds=timeout))
     return _get_default_store()
 
 
@@ -116,11 +118,6 @@ def addmm_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> to
     if has_out_dtype():
         return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     return out.addmm_(left.to(out.dtype), right.to(out.dtype))
-
-
-def in_place_changes(tensor: torch.Tensor) -> int:
-    """Return the number of in-place operations on ``tensor`` and its views."""
-    return tensor._version
 
 
 def has_onednn_linear() -> bool:

@@ -160,21 +160,29 @@ def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
     return sdpa_attention_forward
 
 
-def add_checkpoint_contexts(
-    model: nn.Module, context_fn: Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
-) -> None:
-    """Pass ``context_fn`` to the gradient checkpointing that ``gradient_checkpointing_enable`` has set up.
+#: Function of many modeling files, which the forward of a mixture of experts calls by this name.
+BALANCING_LOSS = "load_balancing_loss_func"
 
-    Reentrant checkpointing, which has no such argument, and layers that have a function already keep theirs.
+
+def balancing_scope(model: nn.Module) -> dict[str, Any] | None:
+    """Return the globals in which the forward of ``model`` looks up ``load_balancing_loss_func``.
+
+    None if it does not call one of the signature that 31 modeling files have (seen in 5.19 to 5.24).
     """
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if not isinstance(checkpoint, partial):
-            continue
-        given = checkpoint.keywords
-        if given.get("use_reentrant") is False and "context_fn" not in given:
-            extended = partial(checkpoint, context_fn=context_fn)
-            module._gradient_checkpointing_func = extended  # type: ignore[assignment]
+    forward = inspect.unwrap(type(model).forward)
+    scope = getattr(forward, "__globals__", {})
+    names = ("gate_logits", "num_experts", "top_k", "attention_mask")
+    function = scope.get(BALANCING_LOSS) if BALANCING_LOSS in forward.__code__.co_names else None
+    return scope if function and tuple(inspect.signature(function).parameters) == names else None
+
+
+def has_routers(model: nn.Module) -> bool:
+    """Return True unless no module of ``model`` is of a class whose router logits transformers records."""
+    declared = [getattr(each, "_can_record_outputs", None) or {} for each in model.modules()]
+    found = [recorded["router_logits"] for recorded in declared if "router_logits" in recorded]
+    kinds = [one for each in found for one in (each if isinstance(each, list) else [each])]
+    classes = tuple(getattr(kind, "target_class", kind) for kind in kinds)
+    return not classes or any(isinstance(module, classes) for module in model.modules())
 
 
 def checkpointed_layers(model: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
@@ -195,6 +203,23 @@ def checkpointed_layers(model: nn.Module) -> list[tuple[nn.Module, Callable[...,
 def set_checkpoint_function(layer: nn.Module, function: Callable[..., Any]) -> None:
     """Replace the function that runs ``layer`` under gradient checkpointing, ``function(forward, *args)``."""
     layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+
+
+@contextmanager
+def wrapped_checkpoints(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Context manager in which ``wrapper(own, forward, *args)`` runs layers under gradient checkpointing."""
+    own: dict[nn.Module, Any] = {
+        layer: layer._gradient_checkpointing_func
+        for layer in model.modules()
+        if getattr(layer, "gradient_checkpointing", False) and hasattr(layer, "_gradient_checkpointing_func")
+    }
+    for layer, function in own.items():
+        set_checkpoint_function(layer, partial(wrapper, function))
+    try:
+        yield
+    finally:
+        for layer, function in own.items():
+            set_checkpoint_function(layer, function)
 
 
 def supports_cache_in_checkpoints() -> bool:
@@ -229,9 +254,10 @@ def supports_dynamic_cache(model: GenerativePreTrainedModel) -> bool:
     return model._supports_default_dynamic_cache()
 
 
-#: Layers of a cache that have one row per row of the batch: keys and values, or states.
+#: Layers of a cache that have one row per row of the batch: keys and values, or states; or nothing, where
+#: they share those of another layer (``DummyLayer`` since 5.24, no layer before).
 _CACHE_LAYERS = {
-    *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer"),
+    *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"),
     *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
 }
 
@@ -328,6 +354,29 @@ def prefill(
 ) -> ModelOutput:
     """Run the prompt through ``model`` as ``generate`` does."""
     return model._prefill(input_ids, config, model_kwargs)  # type: ignore[arg-type]
+
+
+@cache
+def cast_experts(device_type: str) -> None:
+    """Let autocast on ``device_type`` reach the grouped products of experts.
+
+    torch has them outside autocast (seen in 2.13): float32 weights would train in float32, and be sampled in
+    half precision by the products that ``generate`` decodes with.
+    """
+    import torch
+    from torch.overrides import _get_current_function_mode
+    from transformers.integrations import moe
+
+    own = moe._grouped_mm
+
+    def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        # Not where functions are replaced: the layout check computes its reference in float32.
+        if torch.is_autocast_enabled(device_type) and _get_current_function_mode() is None:
+            dtype = torch.get_autocast_dtype(device_type)
+            input, weight = input.to(dtype), weight.to(dtype)
+        return own(input, weight, offs)
+
+    moe._grouped_mm = grouped_mm
 
 
 def optimize_for_decode(model: GenerativePreTrainedModel) -> AbstractContextManager[None]:

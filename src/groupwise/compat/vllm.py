@@ -7,13 +7,12 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import BackendError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -47,28 +46,45 @@ def serve_program() -> list[str]:
     return ["vllm", "serve"]
 
 
+@contextmanager
+def shared_memory_of_run(token: str) -> Iterator[None]:
+    """Name the shared memory of CPU engines that start here by ``token``, and remove the names afterwards.
+
+    vLLM gives an engine over the processes of a run one name per machine and never removes it, so that the
+    second run would fail ("create shm in SHMManager failed. errno: 17"). Mapped memory needs no name.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Memory
+
+    original = Memory.make_group_name
+    # vLLM's name begins with what it took from "env://".
+    Memory.make_group_name = staticmethod(lambda group: f"{token}{original(group).lstrip('/')}")
+    try:
+        yield
+    finally:
+        Memory.make_group_name = staticmethod(original)
+        for name in Path("/dev/shm").glob(f"{token}*"):
+            name.unlink(missing_ok=True)
+
+
 def register_weight_transfer_engine(name: str, receiver: tuple[str, str], sender: tuple[str, str]) -> None:
     """Register the engine's and the trainer's side (module, class), unless ``name`` is registered."""
     from vllm.distributed import weight_transfer
 
     sides = {"WeightTransferEngineFactory": receiver, "WeightTransferTrainerFactory": sender}
     for factory_name, (module, cls) in sides.items():
-        factory = getattr(weight_transfer, factory_name, None)  # versions before 0.26 have no trainer's side
-        if factory is not None and name not in factory._registry:
+        factory = getattr(weight_transfer, factory_name)
+        if name not in factory._registry:
             factory.register_engine(name, module, cls)
 
 
 def weight_source(weights: Any) -> Any:
-    """Return ``EngineWeights`` as vLLM's ``WeightSource``, whose members changed in 0.33."""
+    """Return ``EngineWeights`` as vLLM's ``WeightSource``."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     def metadata(self: Any) -> list[Any]:
         return [ParamMeta(*one) for one in weights.metadata()]
 
-    if hasattr(WeightSource, "iter_full"):
-        members = {"metadata": cached_property(metadata), "iter_full": lambda self: iter(weights)}
-    else:
-        members = {"metadata": metadata, "__iter__": lambda self: iter(weights)}
+    members = {"metadata": metadata, "__iter__": lambda self: iter(weights)}
     return type("PolicyWeightSource", (WeightSource,), members)()
 
 
@@ -77,7 +93,7 @@ def trainer_engine(backend: str, client: Any, weights: Any, **given: Any) -> Any
 
     Args:
         client: a ``VLLMWeightSyncClient``.
-        weights: ``EngineWeights``; None for an engine that gets them as an argument.
+        weights: ``EngineWeights``.
         given: fields of the engine's init info.
 
     Raises:
@@ -91,22 +107,14 @@ def trainer_engine(backend: str, client: Any, weights: Any, **given: Any) -> Any
             f"the servers' weight transfer {backend!r} needs vLLM in the trainer's environment too: pip "
             "install 'groupwise[vllm]', or start the servers with the backend 'groupwise'"
         ) from error
-    factory = getattr(weight_transfer, "WeightTransferTrainerFactory", None)
-    if factory is None or backend not in factory._registry:
+    factory = weight_transfer.WeightTransferTrainerFactory
+    if backend not in factory._registry:
         raise BackendError(
             f"vLLM {vllm.__version__}, which is installed here, has no trainer's side of the weight transfer "
             f"{backend!r}; install vLLM 0.32, or start the servers with the backend 'groupwise'"
         )
     init_info = factory._registry[backend]().init_info_cls(**given)
-    source = None if weights is None else weight_source(weights)
-    return factory.trainer_init(init_info, client=client, source=source)
-
-
-def sparse_patch(name: str, indices: torch.Tensor, tensor: torch.Tensor) -> Any:
-    """Return vLLM's record of the values of a weight at ``indices`` of the flat tensor."""
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
-
-    return SparseWeightPatch(name, indices.int(), tensor.detach().reshape(-1)[indices], tuple(tensor.shape))
+    return factory.trainer_init(init_info, client=client, source=weight_source(weights))
 
 
 def layerwise_reload() -> tuple[Callable[[nn.Module], None], Callable[[nn.Module, Any], None]]:

@@ -107,24 +107,12 @@ def repacking_kernel(module: Any) -> Any:
     return kernel if getattr(kernel, "__closure__", None) else None
 
 
-def kernel_reader(module: Any, kernel: Any, width: int) -> Callable[[range], torch.Tensor]:
-    """Return a function that reads columns of a repacked matrix (N, ``width``) as (C, N).
-
-    They are products with unit vectors, which are exact.
-    """
-
+def read_kernel(module: Any, kernel: Any, width: int) -> torch.Tensor:
+    """Read a repacked matrix (N, ``width``) by products with unit vectors, which are exact."""
     import torch
 
-    def read(columns: range) -> torch.Tensor:
-        parts = []
-        for start in range(columns.start, columns.stop, _READ_ROWS):
-            index = torch.arange(start, min(start + _READ_ROWS, columns.stop))
-            units = torch.zeros(len(index), width, dtype=module.weight.dtype)
-            units[torch.arange(len(index)), index] = 1
-            parts.append(kernel(units, module.weight, None))
-        return torch.cat(parts)
-
-    return read
+    units = torch.eye(width, dtype=module.weight.dtype)
+    return torch.cat([kernel(part, module.weight, None) for part in units.split(_READ_ROWS)]).T
 
 
 def keep_digests_of_repacked(row_digests: Callable[[torch.Tensor], torch.Tensor]) -> None:

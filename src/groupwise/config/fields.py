@@ -20,10 +20,9 @@ from groupwise.config.settings import (
     with_settings,
 )
 from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
-from groupwise.core.corrections import CORRECTION_MODES
 from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.objectives import OBJECTIVES
-from groupwise.core.ratios import RATIO_LEVELS
+from groupwise.core.ratios import CORRECTION_MODES, RATIO_LEVELS
 
 Json = dict[str, Any] | str | None  # JSON text is parsed when the configuration is built
 
@@ -194,6 +193,12 @@ class GRPOFields(TrainingArguments):
     router_aux_loss_coef: Annotated[float | None, Setting(
         "Weight of the load-balancing loss of a mixture of experts. None: the value of the model config.",
         ge=0, card="if_changed")] = None
+    router_aux_loss_scope: Annotated[str, Setting(
+        "Tokens that balance experts: of a micro-batch, or of all micro-batches and ranks of an update.",
+        choices=("micro_batch", "global_batch"), card="if_changed")] = "micro_batch"
+    router_replay: Annotated[str, Setting(
+        "Replay the routing of experts in the loss. R2: that of old log-probs; R3: that of the sampler.",
+        choices=("disabled", "R2", "R3"), card="if_changed")] = "disabled"
 
     # Batches
     num_generations: Annotated[int, Setting(
@@ -210,6 +215,14 @@ class GRPOFields(TrainingArguments):
         choices=("auto",))] = None
     shuffle_dataset: Annotated[bool, Setting(
         "Shuffle the training prompts.", card="if_changed", on_resume=PROMPT_ORDER)] = True
+    dataset_weights: Annotated[Json, Setting(
+        "Weights (dict or JSON) of the sources of a train_dataset={name: rows}: rows are drawn from a source "
+        "in proportion. None: by size; streams take turns.", on_resume=PROMPT_ORDER)] = None
+    prompt_filter: Annotated[Json, Setting(
+        "Skip training prompts by the solve rate of their last group: dict or JSON of min and max, "
+        "again_after (steps after which a prompt outside them is sampled again; default: never) and reward "
+        "(function whose mean is the rate; default: the weighted sum of all).", card="if_changed",
+        on_resume=PROMPT_ORDER)] = None
     generation_batch_size: Annotated[int | None, Setting(
         "Completions generated at a time by all processes. Set this or steps_per_generation.", ge=1,
         card="always", on_resume=PROMPT_ORDER)] = None
@@ -293,7 +306,8 @@ class GRPOFields(TrainingArguments):
         "Correct for the log-probs that a rollout_func returns without vLLM, too.",
         no_effect_unless=when.CORRECTION_WITHOUT_VLLM)] = False
     logprob_mismatch_check: Annotated[str, Setting(
-        "Compare the log-probs of a separate sampler with those of the trainer.",
+        "Compare the log-probs of a separate sampler with those of the trainer, and those that the policy "
+        "samples with to its plain forward; where these differ, it samples in another way. off: neither.",
         choices=("off", "warn", "error"))] = "warn"
     logprob_mismatch_steps: Annotated[int, Setting(
         "Generations between two comparisons, after the first two generations.", ge=1)] = 20
@@ -433,6 +447,9 @@ class GRPOFields(TrainingArguments):
         requires=when.STALENESS, card="if_changed")] = 0
 
     # Logging
+    metrics_by: Annotated[str | None, Setting(
+        "Column of the dataset whose values have metrics of their own, such as reward/<value>; 32 values at "
+        "most, the others are joined. None: the source of a mixture.")] = None
     terminal_metrics: Annotated[list[str] | None, Setting(
         "Further metrics in the line that the terminal shows for each log.")] = None
     log_completions: Annotated[bool, Setting(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, cast
 
+from groupwise.errors import ConfigError, nearest_name
 from groupwise.records import SamplerSettings
 
 if TYPE_CHECKING:
@@ -82,3 +84,16 @@ def truncated_logprob_bound(config: GRPOFields) -> float:
     Truncation divides its probability by the kept mass: at least ``top_p``, and unknown with other settings.
     """
     return -math.log(config.top_p) if _truncations(config).keys() <= {"top_p"} else math.inf
+
+
+def check_names(field: str, given: Iterable[str], known: Collection[str], library: str) -> None:
+    """Raise ConfigError, with the nearest known name, if a key of the setting ``field`` is unknown."""
+    for name in given:
+        if name not in known:
+            nearest = nearest_name(name, known)
+            raise ConfigError(f"{field}[{name!r}] is unknown to {library}; nearest valid: {nearest!r}")
+
+
+def json_dict(setting: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Return a setting that may be given as JSON; the config has parsed it by now. None is an empty dict."""
+    return cast("dict[str, Any]", setting or {})

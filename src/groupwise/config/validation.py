@@ -13,6 +13,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from transformers.integrations import integration_utils
 
@@ -22,6 +23,7 @@ from groupwise.config.fields import GRPOFields
 from groupwise.config.redact import masked
 from groupwise.config.sampling import truncating
 from groupwise.config.settings import (
+    Setting,
     default_of,
     field_violations,
     has_type,
@@ -224,6 +226,34 @@ def eval_batch_in_whole_groups(c: GRPOFields) -> Iterator[str]:
         )
 
 
+def dataset_weights_above_zero(c: GRPOFields) -> Iterator[str]:
+    for name, weight in typing.cast("dict[str, Any]", c.dataset_weights or {}).items():
+        if not has_type(weight, frozenset({float})) or not 0 < weight < math.inf:
+            yield violation(f"dataset_weights[{name!r}]={shortened(weight)}", "finite numbers > 0", "1.0")
+
+
+_PROMPT_FILTER = {
+    "min": Setting(ge=0, le=1, types=frozenset({float})),
+    "max": Setting(ge=0, le=1, types=frozenset({float})),
+    "again_after": Setting(ge=1, types=frozenset({int})),
+    "reward": Setting(types=frozenset({str})),
+}
+
+
+def prompt_filter_of_rates(c: GRPOFields) -> Iterator[str]:
+    given = typing.cast("dict[str, Any]", c.prompt_filter or {})
+    for key, value in given.items():
+        name = f"prompt_filter[{key!r}]"
+        if key not in _PROMPT_FILTER:
+            nearest = repr(nearest_name(str(key), _PROMPT_FILTER))
+            yield violation(f"{name} is unknown", ", ".join(_PROMPT_FILTER), nearest)
+        elif message := _PROMPT_FILTER[key].violation(name, value, dataclasses.MISSING):
+            yield message
+    low, high = given.get("min", 0), given.get("max", 1)
+    if all(has_type(value, frozenset({float})) for value in (low, high)) and 0 <= high < low <= 1:
+        yield violation(f"prompt_filter has min={low} above max={high}", "min <= max", f"'min': {high}")
+
+
 # Processes
 
 
@@ -358,6 +388,30 @@ def entropy_coef_outside_bounds(c: GRPOFields) -> Iterator[str]:
         yield violation(given, f"from {low} to {high}", f"{bounded}")
 
 
+def balance_of_updates(c: GRPOFields) -> Iterator[str]:
+    if c.router_aux_loss_scope == "global_batch" and c.use_liger_kernel:
+        given = (
+            "router_aux_loss_scope='global_batch' with use_liger_kernel=True, whose forward sums no routers"
+        )
+        yield violation(given, "use_liger_kernel=False", "router_aux_loss_scope='micro_batch'")
+
+
+def router_replay_of_recorded_routing(c: GRPOFields) -> Iterator[str]:
+    given = f"router_replay={c.router_replay!r} with"
+    if c.router_replay != "disabled" and c.use_liger_kernel:
+        yield violation(
+            f"{given} use_liger_kernel=True", "use_liger_kernel=False", "router_replay='disabled'"
+        )
+    if c.router_replay != "disabled" and c.torch_compile:
+        yield violation(f"{given} torch_compile=True", "torch_compile=False", "router_replay='disabled'")
+    if c.router_replay == "R3" and c.use_vllm:
+        reason = "vLLM returns routed experts only with its model runner V2 on a GPU, which is not supported"
+        yield violation(f"{given} use_vllm=True: {reason}", "use_vllm=False", "router_replay='R2'")
+    if c.router_replay == "R3" and c.cache_implementation is not None:
+        chosen = f"cache_implementation={c.cache_implementation!r}, which replaces groupwise's decoding loop"
+        yield violation(f"{given} {chosen}", "cache_implementation=None", "router_replay='R2'")
+
+
 def truncation_with_liger(c: GRPOFields) -> Iterator[str]:
     if c.use_liger_kernel and (used := truncating(c)):
         given = f"use_liger_kernel=True with {used}: Liger's log-probs are of the full distribution"
@@ -374,6 +428,8 @@ RULES: tuple[_Relation, ...] = (
     generation_batch_size_in_whole_micro_batches,
     generation_batch_size_in_whole_groups,
     eval_batch_in_whole_groups,
+    dataset_weights_above_zero,
+    prompt_filter_of_rates,
     accelerator_config_of_rows,
     parallelism_of_one_sequence,
     generation_kwargs_of_one_completion,
@@ -382,6 +438,8 @@ RULES: tuple[_Relation, ...] = (
     vllm_max_model_length_holds_completions,
     entropy_coef_bounds,
     entropy_coef_outside_bounds,
+    router_replay_of_recorded_routing,
+    balance_of_updates,
     truncation_with_liger,
 )
 #: Their messages are logged as warnings.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch
 from groupwise.registry import Registry
 
 if TYPE_CHECKING:
-    from groupwise.records.rollout import GroupRewards, StepRewards
+    from groupwise.records.rollout import GroupRewards, Span, StepRewards
 
 #: Added to a standard deviation before division.
 STD_EPSILON = 1e-4  # equal rewards give 0 instead of 0 / 0
@@ -187,7 +187,10 @@ def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def normalized_advantages(
-    rewards: GroupRewards, settings: AdvantageSettings, baseline: Baseline = group_mean
+    rewards: GroupRewards,
+    settings: AdvantageSettings,
+    baseline: Baseline = group_mean,
+    own_turn: bool = False,
 ) -> torch.Tensor:
     """Compute advantages with a group baseline.
 
@@ -195,7 +198,8 @@ def normalized_advantages(
     or of the batch (Lite PPO), or by nothing (Dr. GRPO). ``normalize_then_sum``: normalize each function
     within the group, weight, sum, then whiten over the batch. A registered aggregation replaces the sum, in
     the order that its ``normalize_first`` gives. A completion without any reward is left out of the
-    statistics and gets 0. Step rewards are added as :func:`process_advantages`.
+    statistics and gets 0. Step rewards are added as :func:`process_advantages`; ``normalize_first`` neither
+    whitens them nor divides by the batch.
 
     Returns:
         (N,), or (N, T) when there are step rewards.
@@ -203,7 +207,8 @@ def normalized_advantages(
     size = rewards.num_generations
     # (P, G), NaN where there is none.
     total_PG, above_PG = _compared(rewards, settings.aggregation, baseline)
-    if AGGREGATIONS[settings.aggregation].normalize_first:  # whitened over all N
+    normalize_first = AGGREGATIONS[settings.aggregation].normalize_first
+    if normalize_first:  # whitened over all N
         centred_PG = (total_PG - total_PG.nanmean()) / (nan_std(total_PG.flatten(), 0) + STD_EPSILON)
         centred_PG = centred_PG.where((above_PG > 0).any(-1, keepdim=True), 0.0)  # 0 - 1e-9 otherwise
     else:
@@ -217,41 +222,84 @@ def normalized_advantages(
         return advantages_N
     return advantages_N.unsqueeze(1) + sum(  # (N, 1) + (N, T)
         rewards.weights_F[column]
-        * process_advantages(steps, size, rewards.num_tokens, scale=settings.scale != "none").to(advantages_N)
+        * process_advantages(
+            steps,
+            size,
+            rewards.num_tokens,
+            scale="group" if normalize_first and settings.scale == "batch" else settings.scale,
+            turns=rewards.turns,
+            leave_out=baseline is leave_one_out,
+            own_turn=own_turn,
+        ).to(advantages_N)
         for column, steps in rewards.step_rewards.items()
     )
 
 
+def turn_of(end: int, turns: Sequence[Span]) -> int:
+    """Return the number in time of the last turn with the token at ``end``; 0 without turns."""
+    return max((number for number, (start, stop) in enumerate(turns) if start <= end < stop), default=0)
+
+
 def process_advantages(
-    step_rewards: StepRewards, num_generations: int, num_tokens: int, *, scale: bool = True
+    step_rewards: StepRewards,
+    num_generations: int,
+    num_tokens: int,
+    *,
+    scale: str = "group",
+    turns: Sequence[Sequence[Span]] = (),
+    leave_out: bool = False,
+    own_turn: bool = False,
 ) -> torch.Tensor:
     """Compute advantages of process supervision (DeepSeekMath, section 4.1.3).
 
     All step rewards R of a group are normalized together, r̃ = (r − mean(R)) / (std(R) + 1e-4). A token gets
-    the sum over the steps that end at or after it: A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}.
+    the sum over the steps that end at or after it: A_it = Σ_{index(j) ≥ t} r̃_i^{index(j)}. With turns, the
+    steps of later turns count, wherever their tokens are::
+
+        turns (0, 2), (4, 5), (2, 4)   the third turn returns to the row of the first
+        step at token 3                credits tokens 0 to 4
+        step at token 4                credits tokens 0, 1 and 4
 
     Args:
         step_rewards: N sequences of (index of the step's last token, reward).
         num_generations: G.
         num_tokens: T.
-        scale: divide by the standard deviation.
+        scale: divide by the standard deviation of the steps of the "group" or of the "batch", or "none".
+        turns: N sequences of the spans of turns in the order of time; () for completions of one turn.
+        leave_out: the mean is that of the other completions' steps (RLOO).
+        own_turn: a step credits tokens of its own turn alone.
 
     Returns:
         (N, num_tokens) float64
     """
     # (N, T), 0 after the last step.
     advantages_NT = torch.zeros(len(step_rewards), num_tokens, dtype=torch.float64)
+    tokens_T = torch.arange(num_tokens)
+    batch = torch.tensor([reward for steps in step_rewards for _, reward in steps], dtype=torch.float64)
     for start in range(0, len(step_rewards), num_generations):
         group = step_rewards[start : start + num_generations]
         # All steps of the group.
         values = torch.tensor([reward for steps in group for _, reward in steps], dtype=torch.float64)
         if len(values.unique()) < 2:  # no step, or equal ones
             continue
-        divisor = nan_std(values, 0).item() + STD_EPSILON if scale else 1.0  # one for the group
+        divisor = 1.0 if scale == "none" else nan_std(batch if scale == "batch" else values, 0).item()
+        divisor += STD_EPSILON * (scale != "none")
         for row, steps in enumerate(group, start):
+            others = [r for other, each in enumerate(group, start) if other != row for _, r in each]
+            spans = turns[row] if turns else ()
+            numbers_T = torch.full((num_tokens,), len(spans))  # of the turn of each token; 0 without turns
+            # A token in the spans of two turns, of a repeated request, is trained in the earlier one.
+            for number, (first, stop) in reversed([*enumerate(spans)]):
+                numbers_T[first:stop] = number
             for end, reward in steps:
+                mean = values.mean().item()
+                if leave_out:
+                    mean = sum(others) / len(others) if others else reward
                 # Every token up to the end of the step led to its reward.
-                advantages_NT[row, : end + 1] += (reward - values.mean().item()) / divisor
+                credited_T = (numbers_T == numbers_T[end]) & (tokens_T <= end)
+                if not own_turn:
+                    credited_T |= numbers_T < turn_of(end, spans)
+                advantages_NT[row, credited_T] += (reward - mean) / divisor
     return advantages_NT
 
 
@@ -286,6 +334,7 @@ ADVANTAGES: Registry[Estimator] = Registry(
         "group_mean": normalized_advantages,
         "leave_one_out": partial(normalized_advantages, baseline=leave_one_out),
         "per_token": per_token_advantages,
+        "turn_level": partial(normalized_advantages, own_turn=True),
     },
 )
 

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from groupwise.core import surrogates
-from groupwise.core.corrections import sampler_correction, sampler_log_gap
 from groupwise.core.kl import KL_ESTIMATORS
-from groupwise.core.masks import off_policy_keep
 from groupwise.core.metrics import Max, Mean, Metrics, Min, masked_mean
-from groupwise.core.ratios import RATIO_LEVELS
+from groupwise.core.ratios import RATIO_LEVELS, off_policy_keep, sampler_correction, sampler_log_gap
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings
 from groupwise.core.weights import NORMALIZERS
 from groupwise.registry import Registry

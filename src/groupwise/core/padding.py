@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -28,13 +29,15 @@ def pad_sequences(
     width = max([len(sequence) for sequence in sequences] + [1])
     if multiple_of:
         width = -(-width // multiple_of) * multiple_of
+    code, of_code = ("d", torch.float64) if dtype.is_floating_point else ("q", torch.int64)
     # (B, T), built on the host: one transfer instead of B.
     padded = torch.full((len(sequences), width), value, dtype=dtype)
     for row, sequence in zip(padded, sequences, strict=True):
         if len(sequence):
             # Prompts: left, so that completions begin in one column.
             span = slice(width - len(sequence), None) if left else slice(len(sequence))
-            row[span] = torch.as_tensor(sequence, dtype=dtype)
+            # By way of an array: torch reads a list at a tenth of its speed.
+            row[span] = torch.frombuffer(array(code, sequence), dtype=of_code)
     return padded.to(device) if device is not None else padded
 
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from groupwise.compat.torch import has_native_bf16_cpu, has_onednn_linear, onednn_linear, onednn_pack
-from groupwise.cpu.checkpoint import fill_with_matmul
 
 _MIN_FEATURES = 128  # below that, on either side, the call costs more than the product
 _ROWS = 8  # rows the packed layout is chosen for; layouts for 8 and for 512 rows are equally fast on both
@@ -119,7 +118,7 @@ def _linear_with_gradient(
     output = _Linear.apply(input, weight_OI, bias_O, operand, operand_OI)
     with torch.no_grad():
         bias = None if bias_O is None else bias_O.to(dtype)
-        fill_with_matmul(output, weight_OI, lambda: onednn_linear(operand, operand_OI, bias))
+        output.data = onednn_linear(operand, operand_OI, bias)
     return output
 
 

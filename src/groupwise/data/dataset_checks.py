@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, islice, product, zip_longest
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck, known_prompts
-from groupwise.errors import ConfigError, shortened
+from groupwise.data.sampler import data_seed
+from groupwise.errors import ConfigError, boundary, nearest_name, shortened
 from groupwise.records import Row
 from groupwise.tokenization.images import IMAGE_COLUMNS, is_processor, processor_required
 from groupwise.tokenization.prompts import prompt_digest
@@ -23,6 +24,107 @@ _TABLES = {
     "polars": "datasets.Dataset.from_polars({})",
     "pyarrow": "datasets.Dataset({})",
 }
+
+#: Column of a mixture with the name of the dataset that a row is from.
+SOURCE = "source"
+
+
+def is_mixture(train_dataset: Any) -> bool:
+    """Return True for datasets by source; False for a dict of columns, or of splits (``DatasetDict``)."""
+    return type(train_dataset) is dict and bool(train_dataset) and "prompt" not in train_dataset
+
+
+def check_sources(setting: str, given: Mapping[str, Any], train_dataset: Any) -> None:
+    """Check that a setting by source has the sources of a mixture.
+
+    Raises:
+        ConfigError: ``train_dataset`` is no mixture, or the first name that only one of them has.
+    """
+    if not is_mixture(train_dataset):
+        raise ConfigError(f"{setting} by source needs datasets by name: train_dataset={{name: rows}}")
+    for name in sorted(given.keys() ^ train_dataset.keys(), key=train_dataset.__contains__):  # unknown first
+        fault = f"has {name!r}, no source" if name in given else f"lacks {name!r}, a source"
+        nearest = nearest_name(str(name), map(str, train_dataset if name in given else given))
+        raise ConfigError(f"{setting} {fault} of train_dataset; nearest name: {nearest!r}")
+
+
+def mix_sources(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Any, Any, str]:
+    """Join datasets by source to one of ``datasets``, with the column ``source``.
+
+    With ``dataset_weights`` the source of every row is drawn from ``data_seed``; without, the rows are
+    concatenated, and streams take turns. An epoch ends when every source was read to its end; those that end
+    before begin again. A column that a source lacks is None in its rows.
+
+    Returns:
+        The datasets, those that are no mixture as given; an evaluation set with the name of a source gets
+        the column too. And the column whose values have metrics of their own, "" for none.
+
+    Raises:
+        ConfigError: naming the source that is empty, computes its rows, or has the column ``source``; weights
+            of other names; or columns that have different types.
+    """
+    weights: Any = config.dataset_weights
+    if weights is not None:
+        check_sources("dataset_weights", weights, train_dataset)
+    if not is_mixture(train_dataset):
+        return train_dataset, eval_dataset, config.metrics_by or ""
+    from datasets import concatenate_datasets, interleave_datasets
+
+    streams = any(map(is_streaming, train_dataset.values()))
+    sources = [_named(f"train_dataset[{n!r}]", rows, str(n), streams) for n, rows in train_dataset.items()]
+    for key, columns in named_columns(None, eval_dataset).items() if type(eval_dataset) is dict else ():
+        name = next(name for name in eval_dataset if key == f"eval_dataset[{name!r}]")
+        if name in train_dataset and SOURCE not in columns:
+            rows = eval_dataset[name]
+            eval_dataset = {**eval_dataset, name: _named(key, rows, str(name), is_streaming(rows))}
+    with boundary(ConfigError, "joining the sources of train_dataset"):
+        if weights is None and not streams:
+            mixed = concatenate_datasets(sources)
+        else:
+            shares = weights and [weights[name] / sum(weights.values()) for name in train_dataset]
+            seed = data_seed(config)
+            mixed = interleave_datasets(sources, shares, seed, stopping_strategy="all_exhausted")
+        if streams:
+            known = mixed.features if all(rows.features for rows in sources) else None
+            mixed = mixed.map(_with_columns, fn_kwargs={"columns": mixed.column_names}, features=known)
+    return mixed, eval_dataset, config.metrics_by or SOURCE
+
+
+def _named(name: str, rows: Any, source: str, as_stream: bool) -> Any:
+    """Return the rows of a source, a dataset or stream of ``datasets``, with the column ``source``."""
+    from datasets import Dataset as Rows
+    from datasets import Features, Value
+    from datasets import IterableDataset as Stream
+
+    check_dataset(name, rows)
+    with boundary(ConfigError, name):
+        rows = Rows.from_list(list(rows)) if isinstance(rows, (list, tuple)) else rows
+    is_lazy = getattr(rows, "format", {"type": None})["type"] == "custom"  # a transform
+    if is_lazy or not isinstance(rows, (Rows, Stream)):
+        raise ConfigError(
+            f"{name} is a {type(rows).__name__} whose rows are computed on access; a mixture takes lists "
+            "and the datasets of the package datasets without a transform: see its from_generator and map"
+        )
+    _refuse_source(name, column_names(rows))
+    if not as_stream:
+        return rows.add_column(SOURCE, [source] * len(rows))
+    rows = rows if is_streaming(rows) else rows.to_iterable_dataset()
+    columns = rows.features and Features({**rows.features, SOURCE: Value("string")})
+    return rows.map(_with_source, fn_kwargs={SOURCE: source}, features=columns)
+
+
+def _refuse_source(name: str, columns: Collection[str]) -> None:
+    if SOURCE in columns:
+        raise ConfigError(f"{name} has a column {SOURCE!r}, which names the source of a row; rename it")
+
+
+def _with_source(row: Row, source: str) -> Row:
+    _refuse_source(f"train_dataset[{source!r}]", row)
+    return {**row, SOURCE: source}
+
+
+def _with_columns(row: Row, columns: Sequence[str]) -> Row:
+    return {**dict.fromkeys(columns), **row}
 
 
 def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> None:
@@ -38,6 +140,11 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         raise ConfigError(f"eval_strategy={strategy!r} needs an eval_dataset; pass one, or set it to 'no'")
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         check_dataset(name, dataset)
+    columns = named_columns(train_dataset, eval_dataset)
+    if columns and config.metrics_by and not any(config.metrics_by in names for names in columns.values()):
+        nearest = nearest_name(config.metrics_by, chain(*columns.values()))
+        given = f"metrics_by={config.metrics_by!r} is no column of {' or '.join(columns)}"
+        raise ConfigError(f"{given}; nearest name: {nearest!r}")
     if isinstance(eval_dataset, dict) and config.eval_strategy != "no":
         sets, name = list(eval_dataset), (config.metric_for_best_model or "").removeprefix("eval_")
         if name and not any(name.startswith(f"{key}_") for key in sets):
@@ -70,10 +177,47 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         )
 
 
+def check_curriculum(
+    config: GRPOConfig, curriculum: object, train_dataset: Any, reward_names: Sequence[str]
+) -> None:
+    """Refuse what chooses prompts by their solve rates where they are read before, or have no index.
+
+    Raises:
+        ConfigError: naming the setting that stands against it, or a reward function that there is not.
+    """
+    chosen = {"prompt_filter": config.prompt_filter, "curriculum": curriculum}
+    name = next((name for name, value in chosen.items() if value is not None), None)
+    if name is None:
+        return
+    if train_dataset is not None and is_streaming(train_dataset):
+        raise ConfigError(
+            f"{name} remembers prompts by their index, and a {type(train_dataset).__name__} has none; pass a "
+            "Dataset"
+        )
+    for setting in ("rollout_staleness", "dataloader_num_workers"):
+        if value := getattr(config, setting):
+            raise ConfigError(
+                f"{name} chooses prompts by earlier rewards: {setting}={value} reads ahead; set 0"
+            )
+    wanted = (config.prompt_filter or {}).get("reward")  # type: ignore[union-attr]
+    if wanted is not None and wanted not in reward_names:
+        raise ConfigError(
+            f"prompt_filter['reward']={wanted!r} is no reward function; allowed: {', '.join(reward_names)}; "
+            f"nearest: {nearest_name(wanted, reward_names)!r}"
+        )
+    if curriculum is not None and not callable(curriculum):
+        raise ConfigError(
+            f"curriculum={shortened(curriculum)} is not callable; pass (rates, step) -> weights"
+        )
+
+
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
     """Every dataset that there is, by what to call it in a message."""
     several = eval_dataset if isinstance(eval_dataset, dict) else None
     named = {"train_dataset": train_dataset, "eval_dataset": None if several else eval_dataset}
+    if is_mixture(train_dataset):  # of a sweep: each run mixes it
+        named = {**{f"train_dataset[{key!r}]": rows for key, rows in train_dataset.items()}, **named}
+        del named["train_dataset"]
     named.update({f"eval_dataset[{key!r}]": dataset for key, dataset in (several or {}).items()})
     return {name: dataset for name, dataset in named.items() if dataset is not None}
 
@@ -200,3 +344,20 @@ def is_streaming(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     )
+
+
+def functions_by_source(reward_funcs: Any, train_dataset: Any) -> tuple[Any, list[tuple[Any, set[str]]]]:
+    """Return the reward functions of a dict by source, each once, and with each its sources.
+
+    Raises:
+        ConfigError: the dict has another source than ``train_dataset``, or lacks one.
+    """
+    if not isinstance(reward_funcs, dict):
+        return reward_funcs, []
+    check_sources("reward_funcs", reward_funcs, train_dataset)
+    found: dict[Any, tuple[Any, set[str]]] = {}
+    for source, given in reward_funcs.items():
+        for function in given if isinstance(given, (list, tuple)) else [given]:
+            key = function if isinstance(function, str) else id(function)
+            found.setdefault(key, (function, set()))[1].add(str(source))
+    return [function for function, _ in found.values()], list(found.values())

@@ -65,7 +65,7 @@ class EvaluationStream:
         self.num_samples = 0
 
     def __iter__(self) -> Iterator[EvaluationRows]:
-        from groupwise.data.streaming import read_stream
+        from groupwise.data.sources import read_stream
 
         share, group, self.num_samples = self.share, self.share.num_generations, 0
         stream = read_stream(self.stream, self.check, self.num_workers, self.max_rows)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError
-from groupwise.records import Experience
+from groupwise.records import Experience, MicroBatch
 from groupwise.records.serialization import host_copy, load
 
 T = TypeVar("T")
@@ -130,3 +130,35 @@ def cut_anew(snapshot: dict[str, Any], size: int) -> dict[str, Any]:
             f"{math.gcd(len(rows), taken)}, or {len(entries[0])} until a new generation begins"
         )
     return {**snapshot, "entries": rows.split(size), "cursor": taken // size}
+
+
+def exchange(
+    batch: MicroBatch,
+    held: Sequence[range],
+    plan: Sequence[Sequence[Sequence[int]]],
+    rank: int,
+    all_to_all: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
+) -> MicroBatch | None:
+    """Send each row to the rank that trains on it.
+
+    Args:
+        batch: this rank's rows of the window.
+        held: row indices by the rank that sampled them.
+        plan: row indices of the micro-batches by the rank that trains on them.
+        all_to_all: sends entry r to rank r and returns those for this rank. A collective.
+
+    Returns:
+        the rows that the plan gives to this rank, in the order of their indices; None if it has none.
+    """
+    assigned = [sorted(row for part in parts for row in part) for parts in plan]  # by receiving rank
+    local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
+    pieces: list[MicroBatch | None] = [None] * len(plan)
+    # A collective: every rank decides by the whole plan, and so alike.
+    if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
+        pieces = all_to_all(
+            [batch.select(sent) if sent and receiver != rank else None for receiver, sent in enumerate(local)]
+        )
+    pieces[rank] = batch.select(local[rank]) if local[rank] else None  # rows that stay are not serialized
+    # Pieces come in rank order, and a rank's rows in order: together they ascend.
+    present = [piece.to(batch.completion_ids_BT.device) for piece in pieces if piece is not None]
+    return MicroBatch.concatenate(present) if present else None

@@ -105,7 +105,8 @@ class TrainerData:
 
     def group_sampler(self, dataset: Any) -> GroupSampler:
         """Build the sampler of an indexed dataset in TRL's order, for subclasses: the run reads prompts."""
-        return GroupSampler(PromptSampler(dataset, self.config), **self._batches())
+        drop_last = not self.config.dynamic_sampling
+        return GroupSampler(PromptSampler(dataset, self.config), **self._batches(), drop_last=drop_last)
 
     def _batches(self) -> dict[str, Any]:
         """Return the arguments that describe a generation batch in TRL's order."""
@@ -114,7 +115,6 @@ class TrainerData:
             "num_generations": config.num_generations,
             "prompts_per_batch": config.prompts_per_batch,
             "repeats": config.micro_batches_per_generation,
-            "drop_last": not config.dynamic_sampling,
         }
 
     def evaluation_rows(self, dataset: Any, name: str) -> Dataset[Row] | EvaluationStream:
@@ -189,6 +189,7 @@ class TrainerData:
         train_dataset: Any,
         make_sampler: Callable[[], Any],
         make_loader: Callable[[], Iterable[Any]] | None = None,
+        curriculum: Callable[..., Any] | None = None,
     ) -> PromptSource:
         """Build the source of training prompts at its beginning.
 
@@ -196,10 +197,11 @@ class TrainerData:
             train_dataset: of the trainer, now.
             make_sampler: returns the sampler of an indexed dataset, which a subclass may have made.
             make_loader: returns the dataloader of a subclass; None: the dataset is read directly.
+            curriculum: of the trainer.
 
         Raises:
-            ConfigError: ``train_dataset`` was replaced after the trainer was built, or dynamic sampling with
-                a dataloader of a subclass.
+            ConfigError: ``train_dataset`` was replaced after the trainer was built, or dynamic sampling or a
+                curriculum with a dataloader of a subclass.
         """
         config = self.config
         if train_dataset is not self.train_dataset:
@@ -208,18 +210,19 @@ class TrainerData:
                 "build a trainer with the other dataset and model=trainer.model"
             )
         share = RankSlice(config.num_generations, config.process_index, config.world_size)
+        chooses = config.prompt_filter is not None or curriculum is not None
         if make_loader is not None:
-            if config.dynamic_sampling:
+            if config.dynamic_sampling or chooses:
+                name = "dynamic_sampling=True" if config.dynamic_sampling else "prompt_filter or curriculum"
                 raise ConfigError(
-                    "dynamic_sampling=True takes as many prompts as a step needs, but get_train_dataloader "
-                    "is overridden and its items are whole generation batches; override _get_train_sampler "
-                    "instead"
+                    f"{name} takes the prompts that a step needs, but get_train_dataloader is overridden and "
+                    "its items are whole generation batches; override _get_train_sampler instead"
                 )
-            from groupwise.data.streaming import LoaderPrompts
+            from groupwise.data.sources import LoaderPrompts
 
             return LoaderPrompts(make_loader, share, repeats=config.micro_batches_per_generation)
         if is_streaming(self.rows):
-            from groupwise.data.streaming import StreamPrompts
+            from groupwise.data.sources import StreamPrompts
 
             return StreamPrompts(
                 self.rows,
@@ -232,9 +235,15 @@ class TrainerData:
 
         def make_prompt_sampler() -> Any:
             sampler = make_sampler()
-            own = type(sampler) is GroupSampler
-            return sampler.prompts if own else FirstRepeats(sampler, **self._batches())
+            own, drop = type(sampler) is GroupSampler, not (config.dynamic_sampling or chooses)
+            return sampler.prompts if own else FirstRepeats(sampler, **self._batches(), drop_last=drop)
 
+        if chooses:
+            from groupwise.data.sources import CurriculumPrompts
+
+            return CurriculumPrompts(
+                self.rows, make_prompt_sampler, share, config=config, curriculum=curriculum
+            )
         return DatasetPrompts(
             self.rows,
             make_prompt_sampler,

@@ -1,4 +1,4 @@
-"""Prompts of a run in their order; those of streams and own dataloaders are in ``data/streaming.py``.
+"""Prompts of a run in their order; streams, own dataloaders and curricula are in ``data/sources.py``.
 
 A :class:`PromptSource` returns this rank's rows of the next prompts. Its position is a read cursor: a failed
 step returns to the snapshot before it, so that it loses no prompts.
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from groupwise.core.metrics import Metrics
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
-from groupwise.records import Row, copied
+from groupwise.records import GroupRewards, Row, copied
 
 
 class PromptSource:
@@ -47,8 +48,11 @@ class PromptSource:
         self._kept_from = (0, 0)  # position of the newest snapshot, at which _kept begins
         self._num_taken = 0  # prompts of _kept that were taken
 
-    def take(self, num_prompts: int) -> list[Row]:
+    def take(self, num_prompts: int, step: int = 0) -> list[Row]:
         """Return this rank's rows of the next prompts: each prompt G times, B rows.
+
+        Args:
+            step: completed optimizer steps, which a curriculum receives.
 
         Raises:
             ConfigError: an epoch has no prompts.
@@ -57,6 +61,14 @@ class PromptSource:
         self._num_taken += num_prompts
         self.epoch, self.index = self.last[0], self.last[1] + 1
         return self._rows(prompts)
+
+    def add_rewards(self, rewards: GroupRewards, names: Sequence[str]) -> Metrics:
+        """Receive the rewards of all ranks for the prompts that were taken last; a curriculum reads them.
+
+        Args:
+            names: of the reward functions.
+        """
+        return {}
 
     def upcoming(self, num_batches: int, num_prompts: int, first: int = 1) -> Iterator[list[Row]]:
         """Yield this rank's rows of later batches without taking them, from the one after the next on."""
@@ -69,14 +81,14 @@ class PromptSource:
         if missing > 0:
             self._kept.extend(self._read_in_epoch(missing) if same_epoch else self._read(missing))
 
-    def snapshot(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the position; prompts that were read later are kept until the next snapshot."""
         for _ in range(self._num_taken):
             self._kept.popleft()
         self._kept_from, self._num_taken = (self.epoch, self.index), 0
         return {"epoch": self.epoch, "index": self.index}
 
-    def restore(self, snapshot: dict[str, int]) -> None:
+    def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to a position. From any but that of the newest snapshot, the epoch is read again.
 
         Raises:
@@ -182,7 +194,7 @@ class DatasetPrompts(PromptSource):
         self._next_epoch = 0  # of a sampler without set_epoch
         self._resumed_at = (0, 0)
 
-    def restore(self, snapshot: dict[str, int]) -> None:
+    def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to a position; no rows are read before it."""
         self._resumed_at = snapshot["epoch"], snapshot["index"]
         super().restore(snapshot)

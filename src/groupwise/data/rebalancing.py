@@ -33,8 +33,9 @@ import torch
 
 from groupwise.core.metrics import Mean, Metrics, Scalar
 from groupwise.data.budget import MicroBatchBudget
+from groupwise.data.exchange import exchange
 from groupwise.records import MicroBatch, TokenBatch
-from groupwise.records.tensors import Shape, shape_of
+from groupwise.records.tensors import Shape
 
 #: Row indices of every micro-batch: ``plan[rank][micro_batch]``.
 Plan = list[list[list[int]]]
@@ -42,7 +43,6 @@ Plan = list[list[list[int]]]
 #: Layouts in which rows that share a prompt must stay together for it to be computed once.
 SHARES_PROMPTS = ("shared_prefix", "forked")
 
-_CACHE_TOKENS = 1024  # of one part on a CPU; a single group may have more
 
 _WEIGHTS = ("loss_mask_BT", "token_weights_BT", "entropy_mask_BT", "entropy_weights_BT", "sequence_weight_B1")
 
@@ -176,7 +176,12 @@ def rebalance(
     planned = plan(rows, layout, budget, len(window))
     mine = planned[budget.rank]
     batch = batch.with_fields(rows.fields)  # log-probs of a separate sampler, which only other ranks have
-    received = exchange(batch, rows, planned, budget.rank, all_to_all)
+    if budget.world_size == 1:
+        kept = sorted(row for part in mine for row in part)  # as exchange returns them
+        received = batch.select(kept) if kept else None
+    else:
+        held = [rows.of_rank(rank) for rank in range(budget.world_size)]
+        received = exchange(batch, held, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
     shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
     batches = materialize(received, mine, lambda: _without_weight(batch.select([shortest])))
@@ -186,36 +191,6 @@ def rebalance(
         skipped_weight=batch.sequence_weight_B1[skipped].sum(),  # they count in the logs, with loss zero
     )
     return [None] * (len(window) - len(batches)) + batches, stats
-
-
-def exchange(
-    batch: MicroBatch,
-    rows: WindowRows,
-    plan: Plan,
-    rank: int,
-    all_to_all: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
-) -> MicroBatch | None:
-    """Send each row to the rank that trains on it.
-
-    Args:
-        batch: this rank's rows of the window.
-
-    Returns:
-        the rows that the plan gives to this rank, in the order of their indices; None if it has none.
-    """
-    assigned = [sorted(row for part in parts for row in part) for parts in plan]  # by receiving rank
-    held = [rows.of_rank(receiver) for receiver in range(len(plan))]  # by rank that sampled them
-    local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
-    pieces: list[MicroBatch | None] = [None] * len(plan)
-    # A collective: every rank decides by the whole plan, and so alike.
-    if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
-        pieces = all_to_all(
-            [batch.select(sent) if sent and receiver != rank else None for receiver, sent in enumerate(local)]
-        )
-    pieces[rank] = batch.select(local[rank]) if local[rank] else None  # rows that stay are not serialized
-    # Pieces come in rank order, and a rank's rows in order: together they ascend.
-    present = [piece.to(batch.completion_ids_BT.device) for piece in pieces if piece is not None]
-    return MicroBatch.concatenate(present) if present else None
 
 
 def materialize(
@@ -257,7 +232,7 @@ def layout_tokens(shape: Shape, rows: Sequence[int], layout: str) -> tuple[int, 
         length = max((shape.prompts[row] for row in rows), default=0)
         padded = len(rows) * (length + max((shape.completions[row] for row in rows), default=0))
         return padded, padded - tokens
-    if layout == "packed":
+    if layout in ("packed", "equal_length"):
         return tokens, 0
     if layout == "forked":
         from groupwise.policy.layouts.forked import count_tokens  # loaded by the runs that have it
@@ -288,28 +263,6 @@ def rows_needing_logps(
     return sorted(rows)
 
 
-def cache_sized(batch: MicroBatch, layout: str) -> list[MicroBatch]:
-    """Split a micro-batch into parts whose activations fit a CPU cache, without computing a prompt twice.
-
-    Larger matrix products are no faster on a CPU, and they write more activations to memory. The largest part
-    comes first: no gradients are allocated yet, so its checkpoints can keep products (``groupwise.cpu``).
-    """
-    shape = shape_of(batch)
-    # Rows that share a prefix stay together: apart, each part would compute the prompt again.
-    groups = shape.groups(shared=layout in SHARES_PROMPTS)
-    parts: list[list[int]] = []
-    sizes: list[int] = []  # tokens of each part
-    for group in groups:
-        cost = shape.group_tokens(group)
-        if not parts or sizes[-1] + cost > _CACHE_TOKENS:  # next fit: the order of the rows is kept
-            parts.append([])
-            sizes.append(0)
-        parts[-1] += group
-        sizes[-1] += cost
-    largest_first = sorted(range(len(parts)), key=lambda part: -sizes[part])
-    return [batch] if len(parts) == 1 else [batch.select(parts[part]) for part in largest_first]
-
-
 def plan(rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available: int) -> Plan:
     """Assign the rows with gradient to micro-batches; the result depends on nothing but the arguments.
 
@@ -321,7 +274,7 @@ def plan(rows: WindowRows, layout: str, budget: MicroBatchBudget, num_available:
         empty.
     """
     computed = [row for row, has_gradient in enumerate(rows.has_gradient) if has_gradient]
-    if layout == "padded":
+    if layout in ("padded", "equal_length"):
         parts = _by_length(rows.shape, computed, budget)
     else:
         shared = layout in SHARES_PROMPTS

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,14 +27,12 @@ from transformers import (
 
 from groupwise.compat.transformers import (
     cache_argument,
-    cache_without_rows,
-    has_stock_sampling_loop,
     optimize_for_decode,
     prefill,
     select_cache_rows,
-    supports_dynamic_cache,
     update_model_kwargs,
 )
+from groupwise.cpu import float32_attention
 from groupwise.cpu.multinomial import INVALID_LOGITS, NO_TOKEN, RowStreams, multinomial, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
@@ -42,24 +40,15 @@ from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.introspection import (
     CausalLM,
-    cannot_continue_images,
-    has_prompt_learning,
+    experts_of,
     without_adapter,
 )
-from groupwise.records.fast_paths import FastPath
+from groupwise.policy.logprob_mismatch import LogpRecorder, WrongLogpsError
 from groupwise.records.images import ImageInputs
 
-#: Generation settings that act on each row independently, through a logits processor or a stopping criterion.
-ROW_SETTINGS = frozenset(
-    {
-        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample"),
-        *("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-        *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias"),
-        *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-        *("exponential_decay_length_penalty", "renormalize_logits", "remove_invalid_values"),
-        *("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"),
-    }
-)
+if TYPE_CHECKING:
+    from groupwise.policy.experts import SampledRouting
+
 
 #: Processors and criteria of transformers that these settings create; they act on each row independently.
 ROW_PROCESSORS = frozenset(
@@ -74,9 +63,6 @@ ROW_PROCESSORS = frozenset(
         *("ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
     }
 )
-
-#: Values of other settings that have no effect; nor have None and False, apart from ``use_cache``.
-NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
 
 
 class ForeignProcessorError(Exception):
@@ -95,68 +81,6 @@ def group_prompts(
     return first, [end - start for start, end in pairwise([*first, len(prompts)])]
 
 
-def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
-    """Return True if ``decode_groups`` may replace the decoding loop of ``model.generate``."""
-    return not decoding_path(model, config).reason
-
-
-def decoding_path(model: CausalLM, config: GenerationConfig) -> FastPath:
-    """Return the decoding loop of a run: the own one, or that of ``model.generate`` with the reason.
-
-    Ranks whose parameters are sharded leave the own loop at different steps, so they must not use it.
-    """
-    reason, warns = _reason_for_generate(model, config)
-    return FastPath("decoding", "transformers", reason, warns) if reason else FastPath("decoding", "own loop")
-
-
-def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str, bool]:
-    """Return the reason against ``decode_groups``, or "", and True unless the user chose it."""
-    base: CausalLM = without_adapter(model)
-    name = type(base).__name__
-    if config.cache_implementation is not None:
-        return f"cache_implementation={config.cache_implementation!r}", False
-    if not has_stock_sampling_loop(base) or "generate" in vars(model):  # on the instance of a PEFT model
-        return f"{name} has a generate or _sample of its own", True
-    if has_prompt_learning(model):
-        return "the adapter adds virtual tokens", False
-    if base.config.is_encoder_decoder:
-        return f"{name} has an encoder", False
-    if no_images := cannot_continue_images(model):
-        return no_images, False
-    if not supports_dynamic_cache(base):
-        return f"transformers makes no DynamicCache for {name}", False
-    reason, unknown = cache_without_rows(base)
-    if reason:
-        return reason, unknown
-    if cache_argument(base) is None:
-        return f"the forward of {name} has no argument of a known name for the cache", True
-    settings = _across_rows(config, base.generation_config)
-    return f"{', '.join(settings)} may act on several rows" if settings else "", False
-
-
-def _across_rows(config: GenerationConfig, defaults: GenerationConfig) -> list[str]:
-    """Return the settings that may not act on each row independently; ``defaults`` are those of the model."""
-    given = {**defaults.to_diff_dict(), **config.to_diff_dict()}
-    return [
-        name
-        for name, value in given.items()
-        if not (
-            name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
-        )
-    ]
-
-
-def keep_autocast_weights(device: torch.device) -> AbstractContextManager[object]:
-    """Context manager under which autocast casts each weight once instead of once per forward.
-
-    Autocast clears its cache of casted weights when the outermost autocast context exits; this one is outside
-    the autocast context of each forward.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 class RowSampler:
     """Choice of the next token of every row being decoded, and of the rows that stay in the batch.
 
@@ -164,6 +88,8 @@ class RowSampler:
         processors, criteria, config: those of ``generate``.
         recorder: records the tokens that truncated sampling keeps; None: nothing is truncated.
         generator: random numbers of the samples, of each row or of all; None: torch's global generator.
+        logps: records the log-probs of sampled tokens; None: they are not needed.
+        routing: records the experts of every token; None: they are not needed.
 
     Raises:
         ForeignProcessorError: a processor or criterion is not one that the settings create.
@@ -179,13 +105,15 @@ class RowSampler:
         config: GenerationConfig,
         recorder: SamplingMaskRecorder | None = None,
         generator: torch.Generator | RowStreams | None = None,
+        logps: LogpRecorder | None = None,
+        routing: SampledRouting | None = None,
     ) -> None:
         for part in (*processors, *criteria):
             stock = type(part).__module__.startswith("transformers.")
             if type(part).__name__ not in ROW_PROCESSORS or not stock:
                 raise ForeignProcessorError(type(part).__qualname__)
         self.processors, self.criteria, self.recorder = processors, criteria, recorder
-        self.generator = generator
+        self.generator, self.logps, self.routing = generator, logps, routing
         self.do_sample, self.pad = config.do_sample, config.pad_token_id
         self.index_R: torch.Tensor  # completion of each row in the batch
         self.running_R: torch.Tensor
@@ -196,15 +124,22 @@ class RowSampler:
         self.index_R = torch.arange(len(rows_R), device=rows_R.device)
         self.running_R = torch.ones_like(self.index_R, dtype=torch.bool)
         self._select(rows_R)
+        if self.routing is not None:  # of the prompts, which have just been computed
+            self.routing.begin(rows_R)
 
     def sample(self, tokens_RS: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
         """Sample the next token of each row, padding for finished ones: (R,)."""
+        if self.routing is not None:
+            self.routing.record(self.index_R)
         scores_RV = self.processors(tokens_RS, logits_RV)  # type: ignore[arg-type]
         if self.recorder is not None:
             self.recorder.record(scores_RV, self.index_R)
         tokens_R = sample_tokens(scores_RV, self.do_sample, self.generator, self.index_R)
         self.invalid_R = self.running_R & (tokens_R == NO_TOKEN)
-        return tokens_R.where(self.running_R & ~self.invalid_R, self.pad)
+        tokens_R = tokens_R.where(self.running_R & ~self.invalid_R, self.pad)
+        if self.logps is not None:
+            self.logps.record(logits_RV, tokens_R, self.index_R)
+        return tokens_R
 
     def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
         """Return the rows that stay in the batch, none if all have finished; None: all stay for now.
@@ -277,7 +212,11 @@ def decode_groups(
     batch.select(rows_R)
     sampler.begin(rows_R)
     output_index_R = torch.arange(len(rows_R), device=input_ids.device)  # row of sequences
-    with optimize_for_decode(model):
+    num_experts, top_k = experts_of(model) or (1, 0)
+    # Experts decode by `batched_mm` on a GPU, which copies the weights of K experts for every row: above E
+    # copies that is more than all experts, which the grouped products of training read in place.
+    few = len(rows_R) * top_k <= num_experts
+    with optimize_for_decode(model) if few else nullcontext():
         while True:
             batch.append(sampler.sample(batch.tokens_RS, batch.logits_RV))
             kept_R = sampler.rows_to_keep(batch.tokens_RS)
@@ -363,6 +302,11 @@ class DecodingRows:
     def forward(self) -> dict[str, Any]:
         """Compute the logits after the last token; returns the inputs of the model."""
         inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
+        if inputs.get(self.cache_name) is None:
+            raise WrongLogpsError(
+                f"it drops its cache at {self.tokens_RS.shape[1]} tokens, where the log-probs of all tokens "
+                "before change"
+            )
         if self.supports_packing:
             mask_RS = inputs.get("attention_mask")  # generate omits it if nothing is padded
             attention = OneQueryAttention(None if mask_RS is None else mask_RS[:, None, None, :].bool())
@@ -398,7 +342,7 @@ class OneQueryAttention:
         rows, heads, _, size = query_RH1D.shape
         visible = slice(-window if window else None, None)
         half_on_cpu = value_RKSD.device.type == "cpu" and value_RKSD.dtype in (torch.bfloat16, torch.float16)
-        attention = _float32_attention if half_on_cpu else scaled_dot_product_attention
+        attention = float32_attention if half_on_cpu else scaled_dot_product_attention
         out = attention(
             query_RH1D.reshape(rows, key_RKSD.shape[1], -1, size),
             key_RKSD[:, :, visible],
@@ -407,19 +351,3 @@ class OneQueryAttention:
             scale=scale,
         )
         return out.reshape(rows, 1, heads, -1)
-
-
-def _float32_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    scale: float | None,
-) -> torch.Tensor:
-    """Compute scaled_dot_product_attention in float32; faster than the CPU's fused kernel for few queries."""
-    with torch.autocast("cpu", enabled=False):
-        scores = query.float() @ key.float().transpose(-1, -2)
-        scores *= query.shape[-1] ** -0.5 if scale is None else scale
-        if attn_mask is not None:
-            scores.masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
-        return (scores.softmax(-1) @ value.float()).to(value.dtype)

@@ -20,7 +20,10 @@ _FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")  # of a row
 #: Keys that are no columns.
 RESERVED = frozenset({*_FIELDS, "rollout_ids", "failed"})
 #: Arguments of reward functions that the trainer passes, whatever a column of the name holds.
-_ARGUMENTS = "prompts completions rollout_rows row_ids trainer_state log_extra log_metric completion_logprobs"
+_ARGUMENTS = (
+    *("prompts", "completions", "rollout_rows", "row_ids", "turn_ends", "trainer_state"),
+    *("log_extra", "log_metric", "completion_logprobs"),
+)
 
 
 def call_rollout_function(
@@ -97,7 +100,7 @@ def call_rollout_function(
 
 def taken_column(name: str, others: Collection[str] = ("completion_ids",)) -> str:
     """Return why a column of a rollout cannot have the name: that of an argument of rewards, or another."""
-    if name not in _ARGUMENTS.split() and name not in others:
+    if name not in _ARGUMENTS and name not in others:
         return ""
     return f"a column {name!r} would replace the trainer's own; choose another name, such as 'own_{name}'"
 

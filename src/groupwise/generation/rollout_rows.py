@@ -22,6 +22,7 @@ from typing import Any
 
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.records import Completion
+from groupwise.records.rollout import runs_of_ones
 from groupwise.tokenization.text import is_truncated
 
 
@@ -87,17 +88,22 @@ def join_rollouts(
 def _join(rows: Sequence[dict[str, Any]], end_tokens: frozenset[int]) -> tuple[list[int], Completion]:
     """Return prompt and completion of a rollout."""
     lines: list[_Line] = []
-    for row in rows:  # in the order in which they were sampled
-        line, start = _place(row, lines)
+    places = [_place(row, lines) for row in rows]  # in the order in which they were sampled
     offsets = {id(line): sum(len(one.token_ids) for one in lines[:i]) for i, line in enumerate(lines)}
-    begin = offsets[id(line)] + start  # of the last row
+    begins = [offsets[id(line)] + start for line, start in places]  # of the completion of each row
+    masks = [row.get("env_mask") or [1] * len(row["completion_ids"]) for row in rows]
     completion = Completion(
         token_ids=[token for each in lines for token in each.token_ids],
         loss_mask=[flag for each in lines for flag in each.loss_mask],
         logps=[logp for each in lines for logp in each.logps] if "logprobs" in rows[0] else None,
         truncated=is_truncated(rows[-1]["completion_ids"], end_tokens),
         contexts=tuple((offsets[id(each)], each.context) for each in lines[1:] if each.token_ids),
-        last_row=(begin, begin + len(rows[-1]["completion_ids"])),
+        last_row=(begins[-1], begins[-1] + len(rows[-1]["completion_ids"])),
+        turns=tuple(
+            (begin + start, begin + end)
+            for begin, mask in zip(begins, masks, strict=True)
+            for start, end in runs_of_ones(mask)
+        ),
     )
     return lines[0].context, completion
 

@@ -11,88 +11,63 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
-from groupwise.compat.accelerate import forward_autocast
+from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.compat.deepspeed import gathered
-from groupwise.compat.transformers import is_zero3_enabled, old_cache_argument
+from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, sampler_settings, truncating
+from groupwise.config.sampling import sampler_settings
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation
 from groupwise.cpu.linear import stock_linears
 from groupwise.cpu.multinomial import RowStreams
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError, boundary, shortened
-from groupwise.generation.base import (
-    RUN_SETTINGS,
-    BackendEntry,
-    GenerationBackend,
-    ProcessingClass,
-    check_names,
-    json_dict,
-)
+from groupwise.errors import BackendError, ConfigError, shortened
+from groupwise.generation.backends import BackendEntry
+from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
 from groupwise.generation.decoding import (
     DecodingRows,
     ForeignProcessorError,
     RowSampler,
-    can_decode_groups,
     decode_groups,
-    decoding_path,
     group_prompts,
-    keep_autocast_weights,
 )
-from groupwise.generation.truncation import can_record, make_recorder, sample_and_record
+from groupwise.generation.settings import (
+    autocast_of_training,
+    can_decode_groups,
+    can_record,
+    check_cache,
+    check_config,
+    decoding_path,
+    generation_config,
+    keep_autocast_weights,
+    make_recorder,
+    warn_about_model_settings,
+    warn_about_run_settings,
+    without_model_settings,
+)
+from groupwise.generation.truncation import sample_and_record
 from groupwise.policy.introspection import (
     CausalLM,
     evaluation_mode,
+    experts_of,
     has_prompt_learning,
     unwrapped,
     without_adapter,
-    without_router_logits,
 )
+from groupwise.policy.logprob_mismatch import LogpRecorder, PlainForwardCheck, WrongLogpsError
 from groupwise.random_state import DrawnFrom
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs, join_images
 from groupwise.records.sampling_mask import SamplingMask
-from groupwise.tokenization.text import end_tokens, text_tokenizer
+from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
     from groupwise.generation.decoding_graph import StepGraphs
 
 logger = logging.getLogger(__name__)
-
-#: Settings that remove tokens from the distribution, with their neutral value beside None. A sampling mask
-#: contains their effect, too.
-_MASKING: dict[str, object] = {
-    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None},
-    **{"suppress_tokens": [], "begin_suppress_tokens": [], "min_length": 0, "min_new_tokens": 0},
-    **{"forced_bos_token_id": None, "forced_eos_token_id": None},
-}
-
-#: Settings that change the probabilities otherwise, the search for completions, or their number.
-_CHANGING: dict[str, object] = {
-    **{"encoder_repetition_penalty": 1.0, "sequence_bias": None, "exponential_decay_length_penalty": None},
-    **{"guidance_scale": 1.0, "watermarking_config": None, "num_beams": 1, "penalty_alpha": 0.0},
-    **{"num_beam_groups": 1, "dola_layers": None, "constraints": None, "force_words_ids": None},
-    **{"prompt_lookup_num_tokens": None, "assistant_early_exit": None, "use_mtp": False},
-    **{"num_return_sequences": 1, "return_dict_in_generate": False, "token_healing": False},
-}
-
-#: Names by transformers of the decoders that continue each row of a batch.
-_DECODERS = ("sample", "greedy_search", "beam_search", "beam_sample")
-
-#: Values of ``cache_implementation`` whose caches grow with the tokens; others are allocated at once.
-GROWING_CACHES = (None, "auto", "dynamic", "dynamic_full", "offloaded", "quantized")
-
-#: Settings of a model's own generation config that act on completions. ``generate`` reads them where a run
-#: sets none.
-MODEL_SETTINGS = {
-    **{**TRUNCATING, **_MASKING, **_CHANGING},
-    **{"remove_invalid_values": False, "renormalize_logits": False},
-}
 
 
 class TransformersBackend(GenerationBackend):
@@ -101,6 +76,10 @@ class TransformersBackend(GenerationBackend):
     ``decode_groups`` replaces the decoding loop inside ``generate`` where it applies: it processes each
     prompt once for its whole group, and removes finished rows from the batch. With ``stock_decoding`` loop,
     cache and linear layers are those of transformers and PyTorch, bit for bit.
+
+    The log-probs that tokens are sampled with are compared with the model's plain forward of one row. Where
+    they differ, rows are sampled again, in the loop of ``generate``, then without padding; if nothing agrees,
+    the run ends.
 
     Args:
         model: returns the unwrapped policy; called at every generation because training may wrap it again.
@@ -126,6 +105,10 @@ class TransformersBackend(GenerationBackend):
         self.pad_to_multiple_of = pad_to_multiple_of
         self.gather_weights = gather_weights
         self.stock_decoding = generation_config.cache_implementation is not None
+        self.by_length = False  # only rows of equal length are in a batch
+        self.found = ""  # why the run has left its first way of decoding
+        self.compares = config is not None and config.logprob_mismatch_check != "off"
+        self.plain_check: PlainForwardCheck | None = None
         self.end_tokens = frozenset(end_tokens(generation_config))
         self.graphs: StepGraphs | None = None  # on a CUDA device
 
@@ -133,11 +116,17 @@ class TransformersBackend(GenerationBackend):
     def requires_all_ranks(self) -> bool:
         return requires_lockstep_forwards(self.model())
 
+    def _in_lockstep(self, model: CausalLM) -> bool:
+        """Return True if ranks run forwards together, until the last row of all ranks has ended."""
+        return requires_lockstep_forwards(model) and not self.gather_weights
+
     def fast_paths(self, policy: Any) -> list[FastPath]:
         """See :meth:`GenerationBackend.fast_paths`."""
         path = decoding_path(policy, self.config_of(RUN_SETTINGS))
-        if requires_lockstep_forwards(policy) and not self.gather_weights:
+        if self._in_lockstep(policy):
             path = FastPath("decoding", "transformers", "parameters are sharded, so ranks decode in step")
+        elif self.found:
+            path = FastPath("decoding", self._way(policy), self.found, True)
         elif self.stock_decoding and not path.reason:
             path = FastPath("decoding", "transformers", "cache_implementation of groupwise.trl_hooks")
         graphs = None if path.reason else self._step_graphs(policy.device)
@@ -163,16 +152,80 @@ class TransformersBackend(GenerationBackend):
 
             with virtual_tokens_once(unwrapped(self.model())):
                 return self._generate_by_length(prompts, sampling)
-        try:
-            return self._generate(prompts, sampling)
-        except ForeignProcessorError as found:
-            self.stock_decoding = True
-            logger.warning(
-                "%s may have state per row: completions are decoded by the loop of transformers, not by "
-                "groupwise's own, which is faster and removes finished rows",
-                found,
+        state = None if self.generator is None else self.generator.get_state()
+        while True:
+            try:
+                sample = self._generate_by_length if self.by_length else self._generate
+                return sample(prompts, sampling)
+            except ForeignProcessorError as found:
+                self.stock_decoding = True
+                logger.warning(
+                    "%s may have state per row: completions are decoded by the loop of transformers, not by "
+                    "groupwise's own, which is faster and removes finished rows",
+                    found,
+                )
+            except Exception as error:
+                if not isinstance(error, WrongLogpsError) and not self._may_be_of_its_way(error):
+                    raise
+                self._leave_way(error, padded=self._are_padded(prompts))
+            if state is not None and self.generator is not None:  # as if the other way had never been taken
+                self.generator.set_state(state)
+
+    def _may_be_of_its_way(self, error: Exception) -> bool:
+        """Return True if the present way, which has given no compared rows yet, may not suit the model."""
+        known = isinstance(error, BackendError | torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and is_out_of_memory(error)
+        )
+        return self.plain_check is not None and not (known or self.plain_check.seen)
+
+    def padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Return the length that prompts are padded to in one batch."""
+        multiple = self.pad_to_multiple_of or 1
+        return -(-max(map(len, prompts)) // multiple) * multiple
+
+    def _are_padded(self, prompts: Sequence[Sequence[int]]) -> bool:
+        return not self.by_length and min(map(len, prompts)) < self.padded_length(prompts)
+
+    def _way(self, model: CausalLM) -> str:
+        """Return the name of the present way of decoding."""
+        loop = "transformers" if self.stock_decoding else "own loop"
+        return f"{loop}, rows of equal length" if self.by_length else loop
+
+    def _leave_way(self, error: Exception, *, padded: bool) -> None:
+        """Take the next way of decoding, after the present one failed, or differed from a plain forward.
+
+        Args:
+            padded: the rows that show it were padded, so that rows of equal length may not show it.
+
+        Raises:
+            BackendError: there is no other way.
+        """
+        model = self.model()
+        wrong = isinstance(error, WrongLogpsError)
+        reason = str(error) if wrong else f"it fails with {shortened(error)}"
+        own = not decoding_path(model, self.config_of(RUN_SETTINGS)).reason
+        padded |= self.by_length
+        # In the order of trial: by length or not, in the loop of transformers or the own one.
+        ways = sorted({(by_length, stock) for by_length in (False, padded) for stock in (True, not own)})
+        later = [way for way in ways if way > (self.by_length, self.stock_decoding)]
+        name = type(without_adapter(model)).__name__
+        if not later or self._in_lockstep(model):
+            if not wrong:  # transformers' own loop, on rows without padding
+                raise BackendError(
+                    f"{name} gives no log-probs of sampled tokens: {self._way(model)}: {reason}; sample with "
+                    "vLLM, or with another version of transformers"
+                ) from error
+            raise BackendError(
+                f"{name} samples tokens with other log-probs than those of its plain forward of the row: "
+                f"{reason}. The policy gradient would be wrong; keep prompts and completions together below "
+                "the length at which the model's computation changes, sample with vLLM, or, with "
+                "logprob_mismatch_check='off', continue at your own risk"
             )
-        return self._generate(prompts, sampling)
+        if self.plain_check is not None:
+            self.plain_check.forget()
+        before = self._way(model)
+        (self.by_length, self.stock_decoding), self.found = later[0], reason
+        logger.warning("decoding (%s) of %s: %s; using %s", before, name, reason, self._way(model))
 
     def _generate_by_length(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions
@@ -181,7 +234,7 @@ class TransformersBackend(GenerationBackend):
 
         Padding would come between the virtual tokens and the prompt, and change the prompt's positions.
         """
-        if requires_lockstep_forwards(self.model()) and not self.gather_weights:
+        if self._in_lockstep(self.model()):
             raise BackendError(
                 "an adapter of virtual tokens samples prompts of each length apart, and with sharded "
                 "parameters (FSDP, ZeRO-3) ranks would wait for each other forever; do not shard, or use LoRA"
@@ -209,8 +262,7 @@ class TransformersBackend(GenerationBackend):
         """
         model: CausalLM = self.model()
         config, images = self.config_of(sampling), sampling.images or ()
-        # Ranks with sharded parameters run forwards together, until the last row of all ranks has ended.
-        lockstep = requires_lockstep_forwards(model) and not self.gather_weights
+        lockstep = self._in_lockstep(model)
         if lockstep and not all(row.arrays for row in images):
             raise BackendError(
                 "a prompt has no image, and the model's parameters are sharded: ranks with images would wait "
@@ -218,43 +270,82 @@ class TransformersBackend(GenerationBackend):
                 "(ZeRO-2, DDP)"
             )
         with (
-            evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
-            gathered(model) if self.gather_weights else nullcontext(),
-            without_model_settings(model),
-            autocast_of_training(model),
+            self._as_in_training(model),
             stock_linears(model) if self.stock_decoding else cpu_generation(model),
             nullcontext() if lockstep else keep_autocast_weights(model.device),
         ):
             recorder = make_recorder(model, config)  # None: nothing is truncated
+            logps = self._logp_recorder(model, prompts, config)  # None: nothing is compared
             rows = prompts  # of the prefill: B
             loop: dict[str, Any] = {"synced_gpus": False} if self.gather_weights else {}
+            routing: Any = None  # SampledRouting
             generator = self.generator_of(sampling, model.device)
             draws: Any = nullcontext() if generator is None else DrawnFrom(generator)
             if not (lockstep or self.stock_decoding) and can_decode_groups(model, config):
                 first, copies = group_prompts(prompts, images)  # P rows, of which the loop makes B
                 rows, images = [prompts[row] for row in first], [images[row] for row in first if images]
+                if self.config is not None and self.config.router_replay == "R3":
+                    from groupwise.policy.experts import SampledRouting
+
+                    routing = SampledRouting(experts_of(model) or (0, 0))
                 draws = nullcontext()  # the sampler has the generator
-                graphs = self._step_graphs(model.device)
+                graphs = None if routing is not None else self._step_graphs(model.device)  # no Python
                 sampler, make_rows = (RowSampler, DecodingRows) if graphs is None else graphs.loop()
-                make_sampler = partial(sampler, recorder=recorder, generator=generator)
-                own_loop = partial(
-                    decode_groups, copies=copies, make_sampler=make_sampler, make_rows=make_rows
-                )
-                arrays = {name for row in images for name in row.arrays}
-                loop = {"custom_generate": partial(own_loop, image_arrays=arrays)}
-            elif recorder is not None:
-                stock_loop = partial(sample_and_record, recorder=recorder, synced_gpus=lockstep)
+                records: Any = {"recorder": recorder, "logps": logps, "routing": routing}
+                own: Any = {"make_rows": make_rows, "copies": copies}
+                own["make_sampler"] = partial(sampler, generator=generator, **records)
+                own["image_arrays"] = {name for row in images for name in row.arrays}
+                loop = {"custom_generate": partial(decode_groups, **own)}
+            elif recorder is not None or logps is not None:
+                stock_loop = partial(sample_and_record, recorder=recorder, logps=logps, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}
             inputs = self._model_inputs(rows, images, padded, model.device)
             prompt_length = inputs["input_ids"].shape[1]  # L, padding included
-            with draws:
+            with draws, nullcontext() if routing is None else routing:
                 sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
-        limits = sampling.max_tokens or [config.max_new_tokens] * len(prompts)
-        masks = [None] * len(prompts) if recorder is None else recorder.completions(len(prompts))
-        return [
-            self.completion(tokens[:limit], mask)
-            for tokens, limit, mask in zip(sequences[:, prompt_length:].tolist(), limits, masks, strict=True)
-        ]
+        sampled = sequences[:, prompt_length:].tolist()
+        completions = self.completions(sampled, sampling.max_tokens, config, recorder)
+        if routing is not None:
+            lengths = [len(each.token_ids) for each in completions]
+            routed = routing.completions([len(row) for row in rows], lengths)
+            completions = [
+                replace(each, routed_experts=of_row) for each, of_row in zip(completions, routed, strict=True)
+            ]
+        if logps is not None:
+            assert self.plain_check is not None  # it made the recorder due
+            self.plain_check.check_rows(
+                model,
+                [(prompt, each.token_ids) for prompt, each in zip(prompts, completions, strict=True)],
+                sampling.images,
+                logps.of_completion,
+                padded=self._are_padded(prompts),
+                lockstep=lockstep,
+                forward_context=self._as_in_training(model),
+            )
+        return completions
+
+    @contextmanager
+    def _as_in_training(self, model: CausalLM) -> Iterator[None]:
+        """Context manager of forward passes: weights and precision of training, settings of the run alone."""
+        with (
+            evaluation_mode(model),  # gradient checkpointing would disable the key-value cache, too
+            gathered(model) if self.gather_weights else nullcontext(),
+            without_model_settings(model),
+            autocast_of_training(model),
+        ):
+            yield
+
+    def _logp_recorder(
+        self, model: CausalLM, prompts: Sequence[Sequence[int]], config: GenerationConfig
+    ) -> LogpRecorder | None:
+        """Return a recorder if these rows may have to be compared with the model's plain forward."""
+        if not self.compares or has_prompt_learning(model) or not can_record(model, config):
+            return None
+        if self.plain_check is None:
+            self.plain_check = PlainForwardCheck(model)
+        padded, limit = self._are_padded(prompts), config.max_new_tokens
+        due = self.plain_check.may_be_due(map(len, prompts), limit, padded)
+        return LogpRecorder() if due else None
 
     def generator_of(
         self, sampling: SamplingOptions, device: torch.device
@@ -298,131 +389,25 @@ class TransformersBackend(GenerationBackend):
         config.update(**given)
         return config
 
+    def completions(
+        self,
+        sequences: Sequence[list[int]],
+        max_tokens: Sequence[int] | None,
+        config: GenerationConfig,
+        recorder: Any,
+    ) -> list[Completion]:
+        """Return the completions of rows from the tokens after their prompts, padded on the right."""
+        size = len(sequences)
+        masks = [None] * size if recorder is None else recorder.completions(size)
+        rows = zip(sequences, max_tokens or [config.max_new_tokens] * size, masks, strict=True)
+        return [self.completion(tokens[:limit], mask) for tokens, limit, mask in rows]
+
     def completion(self, tokens: list[int], mask: SamplingMask | None = None) -> Completion:
         """Return the completion that ends with the first end token of ``tokens``."""
         end = next((index + 1 for index, token in enumerate(tokens) if token in self.end_tokens), None)
         tokens = tokens[:end]
         mask = None if mask is None else mask.first(len(tokens))
         return Completion(tokens, truncated=end is None, sampling_mask=mask)
-
-
-@contextmanager
-def autocast_of_training(model: CausalLM) -> Iterator[None]:
-    """Context manager in which ``generate`` computes in the dtype of the training forward.
-
-    accelerate puts autocast around the forward of the policy alone. An adapter's ``generate`` calls the
-    forward of the model below it, which would sample in the dtype of the weights and train on log-probs of
-    another distribution.
-    """
-    dtype, base = forward_autocast(model), without_adapter(model)
-    if dtype is None or base is model:
-        yield
-        return
-    forward = base.forward  # an instance attribute hides the method of the class until it is deleted
-    base.forward = convert_outputs_to_fp32(torch.autocast(base.device.type, dtype)(forward))
-    try:
-        yield
-    finally:
-        del base.forward
-
-
-@contextmanager
-def without_model_settings(model: CausalLM) -> Iterator[None]:
-    """Context manager in which ``generate`` samples with the given settings and adds none of the model's own.
-
-    Log-probs are those of the distribution that the settings of the run describe.
-    """
-    base = without_adapter(model)
-    given = base.generation_config
-    neutral = copy.deepcopy(given)
-    for name in MODEL_SETTINGS:
-        if getattr(neutral, name, None) is not None:
-            setattr(neutral, name, None)
-    base.generation_config = neutral
-    try:
-        with without_router_logits(model):
-            yield
-    finally:
-        base.generation_config = given
-
-
-def _warn_about_model_settings(model: CausalLM, config: GenerationConfig) -> None:
-    """Log the settings of the model's generation config that the run neither sets nor uses."""
-    defaults = without_adapter(model).generation_config
-    found = {name: getattr(defaults, name, None) for name in MODEL_SETTINGS}
-    ignored = {
-        name: value
-        for name, value in found.items()
-        if value not in (None, MODEL_SETTINGS[name]) and getattr(config, name, None) is None
-    }
-    if ignored:
-        logger.warning(
-            "settings of the model's generation config are not used, because log-probs are those of the "
-            "distribution that the run's settings describe; generation_kwargs=%s would apply them",
-            shortened(ignored),
-        )
-
-
-def check_allocated_cache(config: GRPOConfig, model: CausalLM) -> None:
-    """Check that keys and values have one dtype, which a cache that is allocated in advance needs.
-
-    Under autocast values have half precision, and keys, which are rotated by position, that of the weights.
-
-    Raises:
-        ConfigError: half precision by autocast over float32 weights. DeepSpeed converts the weights instead.
-    """
-    name = "bf16" if config.bf16 else "fp16" if config.fp16 else None
-    if name is not None and model.dtype == torch.float32 and config.deepspeed_plugin is None:
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}[name]
-        raise ConfigError(
-            f"cache_implementation={config.cache_implementation!r} allocates a key-value cache of one dtype, "
-            f"and under {name}=True float32 weights give keys in float32 and values in {dtype}; set "
-            f"{name}=False, load the weights with model_init_kwargs={{'dtype': '{dtype}'}}, or leave "
-            "cache_implementation at its default"
-        )
-
-
-def warn_about_run_settings(config: GRPOConfig) -> None:
-    """Log the settings of the run that change the distribution of a token, but not its log-prob."""
-    neutral = {"repetition_penalty": 1.0, "do_sample": True, **_CHANGING}
-    if not truncating(config):  # then completions have a sampling mask
-        neutral |= _MASKING
-    given = {**json_dict(config.generation_kwargs), "repetition_penalty": config.repetition_penalty}
-    changes = {n: value for n, value in given.items() if n in neutral and value not in (None, neutral[n])}
-    if changes:
-        logger.warning(
-            "completions are sampled with %s, but log-probs are those of the distribution without these "
-            "settings, which biases the importance ratio",
-            shortened(changes),
-        )
-
-
-def check_config(config: GRPOConfig) -> None:
-    """Check ``generation_kwargs``, of which ``generate`` ignores names that it does not know.
-
-    Raises:
-        ConfigError: a name is unknown, with the nearest one; transformers refuses a value; another decoder
-            is selected; or ``stop_strings``, which end a completion within its tokens.
-    """
-    stop_strings = json_dict(config.generation_kwargs).get("stop_strings")
-    if stop_strings is not None:
-        raise ConfigError(
-            f"generation_kwargs={{'stop_strings': {shortened(stop_strings)}}}: completions of transformers "
-            "end with an end token, not with a text; give the ids of tokens that end one, generation_kwargs="
-            "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
-        )
-    known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    given = {n: v for n, v in json_dict(config.generation_kwargs).items() if n not in SAMPLING_FIELDS}
-    check_names("generation_kwargs", sorted(given), known, "transformers")
-    shown = f"generation_kwargs={shortened(given)}"
-    with boundary(ConfigError, shown):
-        settings = GenerationConfig(**{"do_sample": True, **given, "top_k": config.top_k})
-    decoder = settings.get_generation_mode().value
-    if decoder not in _DECODERS:
-        raise ConfigError(
-            f"{shown} selects {decoder}, which does not continue each row of a batch or is code of the Hub; "
-            f"allowed: {', '.join(_DECODERS)}"
-        )
 
 
 def make_backend(
@@ -432,12 +417,8 @@ def make_backend(
     suppress_tokens: Sequence[int] = (),
     kind: type[TransformersBackend] = TransformersBackend,
 ) -> TransformersBackend:
-    """Construct the backend; see :class:`groupwise.generation.base.BackendFactory`."""
-    if config.cache_implementation not in GROWING_CACHES:
-        check_allocated_cache(config, policy())
-    reason = old_cache_argument(without_adapter(policy()))
-    if reason and json_dict(config.generation_kwargs).get("use_cache") is not False:
-        raise ConfigError(reason)
+    """Construct the backend; see :class:`groupwise.generation.backends.BackendFactory`."""
+    check_cache(config, policy())
     backend = kind(
         policy,
         generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),
@@ -445,42 +426,15 @@ def make_backend(
         pad_to_multiple_of=cast("int | None", config.pad_to_multiple_of),  # "auto" is resolved
         gather_weights=is_zero3_enabled() and config.ds3_gather_for_generation,
     )
-    _warn_about_model_settings(policy(), backend.config_of(RUN_SETTINGS))
+    path = decoding_path(policy(), backend.config_of(RUN_SETTINGS))
+    if config.router_replay == "R3" and path.reason:
+        raise ConfigError(
+            "router_replay='R3' records experts in groupwise's decoding loop, which is not used: "
+            f"{path.reason}; use 'R2' or 'disabled'"
+        )
+    warn_about_model_settings(policy(), backend.config_of(RUN_SETTINGS))
     warn_about_run_settings(config)
     return backend
-
-
-def generation_config(
-    config: GRPOConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    suppress_tokens: Sequence[int] = (),
-) -> GenerationConfig:
-    """Return the ``generate`` settings that all requests of a run share, ``generation_kwargs`` included.
-
-    Temperature, top_p, top_k, min_p and repetition_penalty are not among them: they come with each request.
-
-    Args:
-        suppress_tokens: token ids that are not sampled, in addition to those of ``generation_kwargs``.
-    """
-    cache = None if config.cache_implementation == "auto" else config.cache_implementation
-    settings: dict[str, Any] = {
-        "max_new_tokens": config.max_completion_length,
-        "do_sample": True,
-        "cache_implementation": cache,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": end_tokens(model.generation_config, tokenizer),
-        "use_cache": True,
-    }
-    if cache is not None:
-        # With a static cache generate would compile itself, again for every batch size and prompt length.
-        settings["disable_compile"] = True
-    given = json_dict(config.generation_kwargs)  # keys with a field of their own are resolved to it
-    settings.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
-    if suppress_tokens:
-        settings["suppress_tokens"] = sorted({*suppress_tokens, *(settings.get("suppress_tokens") or ())})
-    return GenerationConfig(**settings)
 
 
 ENTRY = BackendEntry(make_backend, check_config, supports_images=True)

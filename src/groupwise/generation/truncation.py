@@ -1,4 +1,4 @@
-"""Record of the tokens that truncated sampling keeps in the decoding loops of transformers.
+"""Record of the tokens that truncated sampling keeps, in either decoding loop.
 
 Axes: R rows (completions being decoded), V vocabulary, E tokens kept at all rows in one step.
 """
@@ -10,30 +10,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from groupwise.compat.transformers import has_stock_sampling_loop, sampling_loop
-from groupwise.config.sampling import TRUNCATING
-from groupwise.policy.introspection import CausalLM, without_adapter
+from groupwise.compat.transformers import sampling_loop
+from groupwise.policy.introspection import CausalLM
+from groupwise.policy.logprob_mismatch import LogpRecorder
 from groupwise.records.sampling_mask import SamplingMask
-
-
-def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskRecorder | None:
-    """Return a recorder if ``config`` truncates the sampling distribution of ``model.generate``.
-
-    Settings of the model do not count: the backend samples under ``without_model_settings``.
-
-    Returns:
-        None without truncation, with greedy decoding or beams, and if the model has its own decoding loop.
-    """
-    given = {name: getattr(config, name, None) for name in TRUNCATING}
-    truncates = any(value not in (None, TRUNCATING[name]) for name, value in given.items())
-    samples = config.do_sample is not False
-    return SamplingMaskRecorder() if truncates and samples and can_record(model, config) else None
-
-
-def can_record(model: CausalLM, config: GenerationConfig) -> bool:
-    """Return True if ``model`` samples with the decoding loop of transformers, each row by itself."""
-    return has_stock_sampling_loop(without_adapter(model)) and config.num_beams in (None, 1)
-
 
 #: Bytes of (R, V) masks that wait on the device to become token ids together, for the host waits each time:
 #: none on a CPU, 256 MB on others.
@@ -104,11 +84,12 @@ def sample_and_record(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    recorder: SamplingMaskRecorder,
+    recorder: SamplingMaskRecorder | None,
+    logps: LogpRecorder | None,
     synced_gpus: bool,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Run the decoding loop of transformers with ``recorder`` as the last logits processor.
+    """Run the decoding loop of transformers with ``logps`` as the first logits processor, ``recorder`` last.
 
     The other arguments are those of the decoding loop.
 
@@ -116,6 +97,7 @@ def sample_and_record(
         synced_gpus: sharded parameters: continue until all ranks have finished. ``generate`` does not pass it
             to a ``custom_generate``.
     """
-    processors = LogitsProcessorList([*logits_processor, recorder])
+    parts = [logps, *logits_processor, recorder]
+    processors = LogitsProcessorList([part for part in parts if part is not None])
     kwargs = {"synced_gpus": synced_gpus, **model_kwargs}
     return sampling_loop(model, input_ids, processors, stopping_criteria, generation_config, kwargs)

@@ -211,7 +211,7 @@ def warn_of_rollout_settings(
     """Warn about settings of sampling that have no effect on the rollouts of this trainer.
 
     Args:
-        requests_known: the requests to the backend can be made in advance, as without a ``rollout_func``.
+        requests_known: the trainer makes the requests to the backend, as without a ``rollout_func``.
         placeholder_logps: log-probs of completions may be placeholders, as with a ``rollout_func``.
         agents: multi-turn rollouts with tools or environments; None: there are none.
     """
@@ -223,7 +223,8 @@ def warn_of_rollout_settings(
         )
     if args.rollout_staleness and not requests_known:
         logger.warning(
-            "rollout_staleness=%d has no effect: the requests of a rollout_func cannot be made in advance",
+            "rollout_staleness=%d has no effect with a rollout_func (a captured agent and an environment of "
+            "verifiers are one), which does not say which weights sampled each token",
             args.rollout_staleness,
         )
     if args.rollout_func_importance_sampling_correction and not placeholder_logps:

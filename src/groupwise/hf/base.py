@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,7 +146,7 @@ class BaseTrainer(Trainer):
         if saved_use_cache is not None:
             model.config.use_cache = saved_use_cache
         check_processes(args, getattr(self.accelerator, "parallelism_config", None))
-        set_ddp_defaults(self.accelerator, args, with_images=is_processor(processing_class))
+        set_ddp_defaults(self.accelerator, args, model, with_images=is_processor(processing_class))
         compat_transformers.mark_loss_as_scaled(self)  # token weights add up over the accumulation window
         self.prepared_data = data
         self.evaluation = EvaluationMetrics()
@@ -541,16 +541,11 @@ class BaseTrainer(Trainer):
             with compat_transformers.uploads_without(self._unpublished()):
                 super()._push_from_checkpoint(checkpoint_folder)
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    # The arguments that are shown are those of the installed version.
+    @cast("Callable[[Callable[..., Any]], Callable[..., Any]]", wraps(Trainer.push_to_hub))
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         with compat_transformers.uploads_without(self._unpublished()):
-            return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
+            return super().push_to_hub(*args, **kwargs)
 
     def _unpublished(self) -> list[str]:
         """Return patterns of the files that are not uploaded: data of the run that ``hub_include`` lacks."""
@@ -667,7 +662,8 @@ def _add_callbacks(trainer: BaseTrainer, args: GRPOConfig) -> None:
         from groupwise.reporting.rollout_files import RolloutFiles
 
         trainer.add_callback(RolloutFiles(trainer))  # type: ignore[arg-type]
-    trainer.add_callback(CheckpointingCallback(trainer.recomputation))
+    if trainer.recomputation is not None:
+        trainer.add_callback(CheckpointingCallback(trainer.recomputation))
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(trainer.reference, args, trainer.accelerator))
 

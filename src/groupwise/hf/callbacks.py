@@ -13,7 +13,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.cpu import save_matmul_outputs
 from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.policy.reference import Reference
 
@@ -72,25 +71,17 @@ class FlagAgreementCallback(TrainerCallback):
 
 
 class CheckpointingCallback(TrainerCallback):
-    """Choose what gradient checkpoints keep, once ``Trainer.train`` has enabled them.
+    """Choose the layers that are recomputed, once ``Trainer.train`` has enabled gradient checkpointing."""
 
-    Args:
-        recomputation: chooses layers that are not recomputed; None: all are.
-    """
-
-    def __init__(self, recomputation: SelectiveRecomputation | None) -> None:
+    def __init__(self, recomputation: SelectiveRecomputation) -> None:
         self.recomputation = recomputation
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.gradient_checkpointing:
-            save_matmul_outputs(kwargs["model"])
-            if self.recomputation is not None:
-                self.recomputation.install(kwargs["model"])
+        self.recomputation.install(kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.recomputation is not None:
-            self.recomputation.begin(args.device)
+        self.recomputation.begin(args.device)

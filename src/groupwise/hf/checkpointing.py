@@ -34,7 +34,7 @@ from groupwise.policy.introspection import (
     has_prompt_learning,
     without_adapter,
 )
-from groupwise.policy.reference import FrozenAdapter
+from groupwise.policy.reference_choice import FrozenAdapter
 from groupwise.policy.weight_iterator import gathering, whole_tensor
 from groupwise.records.serialization import host_copy, load
 

@@ -15,13 +15,15 @@ from transformers import PreTrainedModel, TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import truncated_logprob_bound
+from groupwise.core.entropy import entropy_threshold
 from groupwise.core.kl import KL_ESTIMATORS
-from groupwise.core.masks import entropy_threshold
 from groupwise.core.metrics import Metrics
 from groupwise.core.objectives import ObjectiveSettings
 from groupwise.core.padding import length_mask, pad_sequences
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
-from groupwise.policy.introspection import evaluation_mode
+from groupwise.policy.introspection import evaluation_mode, unwrapped
+from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer, model_rows
 from groupwise.policy.reference import Reference
@@ -69,18 +71,17 @@ class LogprobMixin:
         ]
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
         dropped = [completion.dropped for completion in completions]
-
-        def padded_logps(logps: list[list[float] | None]) -> torch.Tensor:
-            """(B, T) float32, NaN for completions without log-probs and on padding."""
-            rows = [entry or [math.nan] * len(ids) for entry, ids in zip(logps, token_ids, strict=True)]
-            return pad_sequences(rows, math.nan, dtype=torch.float32, **pad)
-
-        sampler_logps = [completion.logps for completion in completions]
+        sampler_logps_BT = None  # without a separate sampler, which the loss would correct for
+        if any(completion.logps is not None for completion in completions):
+            # NaN for completions without log-probs and on padding.
+            logps = [each.logps or [math.nan] * len(each.token_ids) for each in completions]
+            sampler_logps_BT = pad_sequences(logps, math.nan, dtype=torch.float32, **pad)
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
         weight_digests = tuple(completion.weight_digest for completion in completions)
         contexts = tuple(completion.contexts or None for completion in completions)
+        routed = tuple(completion.routed_experts for completion in completions)
         return TokenBatch(
             prompt_ids_BL=prompt_ids_BL,
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
@@ -89,16 +90,14 @@ class LogprobMixin:
             loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
             group_ids_B=torch.tensor(groups, device=device),
             old_logps_BT=torch.full(completion_ids_BT.shape, math.nan, device=device),
-            # None without a separate sampler, which the loss would correct for.
-            sampler_logps_BT=None
-            if all(logps is None for logps in sampler_logps)
-            else padded_logps(sampler_logps),
+            sampler_logps_BT=sampler_logps_BT,
             sampler=rollouts.sampler,
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
             weight_digests=weight_digests if any(weight_digests) else None,
             contexts=contexts if any(contexts) else None,
             dropped_B=torch.tensor(dropped, device=device) if any(dropped) else None,
+            routed_experts=None if all(row is None for row in routed) else routed,
         )
 
     def check_logprob_mismatch(self, rollouts: RolloutBatch, tokens: TokenBatch) -> Metrics:
@@ -123,6 +122,15 @@ class LogprobMixin:
         with_aux_loss = self.aux_loss_enabled and model.training  # of the loss alone, not of old log-probs
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
+    def remove_noise(self, model: nn.Module, batch: TokenBatch) -> None:
+        """Remove what is random in the forward after ``disable_dropout``; before the first loss of a run."""
+        from groupwise.policy.loading import remove_noise
+
+        # Below DDP, which expects a backward pass after each forward; sharded parameters need their wrapper.
+        inner = model if is_sharded(self.accelerator) else unwrapped(model)
+        row, head = batch.select([0]), self.logprob_computer.head
+        remove_noise(inner, lambda: compute_padded_logprobs(inner, row, head, with_entropy=False).logps_BT)
+
     @torch.no_grad()
     def old_and_ref_logps(
         self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool = False
@@ -146,11 +154,21 @@ class LogprobMixin:
             old_logps_BT = tokens.old_logps_BT  # (B, T) NaN: the current policy
             if not on_policy:
                 # NaN stays in rows without gradient: should a changed setting give them one, ρ is 1 there.
+                recorded: list[Any] = []
+                if self.args.router_replay == "R2":  # the loss replays the routing of this pass
+                    self.logprob_computer.replay.recorded = recorded
                 old_logps_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
+                if self.args.router_replay == "R2":
+                    self.logprob_computer.replay.recorded = None
+                    of_rows = dict(
+                        zip(sorted(range(len(tokens)) if only is None else only), recorded, strict=True)
+                    )
+                    tokens = replace(tokens, routed_experts=tuple(map(of_rows.get, range(len(tokens)))))
             # The reference is the model without its adapter, or another model, or None: β = 0.
             with self.reference.scoring(model) as reference:
-                ref_logps_BT = None if reference is None else self._logps_of_rows(reference, tokens, only)
-        return OldAndRefLogps(old_logps_BT, ref_logps_BT)
+                own = replace(tokens, routed_experts=None)  # a reference has routers of its own
+                ref_logps_BT = None if reference is None else self._logps_of_rows(reference, own, only)
+        return OldAndRefLogps(old_logps_BT, ref_logps_BT, tokens.routed_experts)
 
     @torch.no_grad()
     def add_missing_ref_logps(self, window: Sequence[Experience]) -> list[Experience]:
@@ -163,7 +181,10 @@ class LogprobMixin:
         with evaluation_mode(self.model), self.reference.scoring(self.model) as reference:
             assert reference is not None
             return [
-                replace(batch, ref_logps_BT=self._logps_of_rows(reference, batch, None))
+                replace(
+                    batch,
+                    ref_logps_BT=self._logps_of_rows(reference, replace(batch, routed_experts=None), None),
+                )
                 if batch.ref_logps_BT is None
                 else batch
                 for batch in window

@@ -15,7 +15,7 @@ from groupwise.core.entropy import EntropyControl
 from groupwise.core.metrics import Mean, Metrics, masked_mean
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, policy_loss
 from groupwise.core.surrogates import SurrogateSettings
-from groupwise.core.weights import NORMALIZERS, WindowCounts
+from groupwise.core.weights import NORMALIZERS, WindowCounts, count_rows, weigh_rows
 from groupwise.errors import ConfigError
 from groupwise.records import Experience, LogprobOutput, LossOutput, MicroBatch
 
@@ -34,6 +34,11 @@ class LossMixin:
     #: ``compute_loss`` receives every row unless it declares this again.
     zero_grad_at_zero_advantage = True
 
+    @property
+    def balances_updates(self) -> bool:
+        """Return True if experts are balanced over all micro-batches and ranks of an update."""
+        return self.args.router_aux_loss_scope == "global_batch"
+
     def set_token_weights(
         self, window: Sequence[Experience], entropy_masks: Sequence[torch.Tensor]
     ) -> list[MicroBatch]:
@@ -50,8 +55,6 @@ class LossMixin:
         # A dropped row is in no denominator: a group of 8 with a failed rollout is trained as one of 7.
         sequences_B = counted_B.long()  # 1 per row that counts
         if by_row := self.args.rollout_credit == "row":
-            from groupwise.core.row_weights import count_rows, weigh_rows
-
             sequences_B *= torch.cat([count_rows(batch) for batch in window])
         local = [  # four sums over the window of this rank, read together
             sequences_B.sum(),
@@ -139,8 +142,11 @@ class LossMixin:
         if aux_loss is None:
             return output
         share = batch.sequence_weight_B1.sum()  # the shares of a window's micro-batches add up to 1
-        loss = output.loss + self.router_aux_loss_coef * aux_loss * share
-        return replace(output, loss=loss, metrics={**output.metrics, "aux_loss": Mean(aux_loss.detach())})
+        # Losses that are parts of the update's add up over ranks, whose gradients are averaged.
+        weight = self.accelerator.num_processes if self.balances_updates else share
+        mean = Mean(aux_loss.detach() * weight, share) if self.balances_updates else Mean(aux_loss.detach())
+        loss = output.loss + self.router_aux_loss_coef * aux_loss * weight
+        return replace(output, loss=loss, metrics={**output.metrics, "aux_loss": mean})
 
     def update_entropy_coef(self, window_entropy: Mean) -> Metrics:
         """Update the adaptive entropy coefficient after a window. Returns the metrics to log.

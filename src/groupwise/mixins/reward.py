@@ -16,16 +16,20 @@ from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import above_lowest, has_variance, nan_std, total_rewards, with_small_groups
+from groupwise.core.advantages import (
+    with_small_groups,
+)
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
-from groupwise.distributed import rows_of_rank
-from groupwise.errors import RewardError, TrainingError, warn_once
+from groupwise.data.dataset_checks import SOURCE
+from groupwise.distributed import check_groups, rows_of_rank
+from groupwise.errors import RewardError, warn_once
 from groupwise.random_state import RandomState
-from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records import RewardBatch, RolloutBatch, Row
 from groupwise.records.rollout import GroupRewards
-from groupwise.reporting.metrics import checked_metrics
-from groupwise.rewards.process import StepScorer, check_step_order
+from groupwise.reporting.metrics import checked_metrics, reward_metrics
+from groupwise.rewards.process import StepScorer
 from groupwise.rewards.runtime.calling import Reward, RewardCalls, call_rewards
+from groupwise.rewards.runtime.loading import rounded_functions
 from groupwise.rewards.runtime.partial import PartialReward
 from groupwise.rewards.texts import RewardLog
 from groupwise.threads import CallExecutor, EventLoop
@@ -42,6 +46,8 @@ class RewardMixin:
     state: TrainerState
     rng: RandomState
     event_loop: EventLoop  # of all async functions of the user
+    reward_funcs: list[Any]
+    reward_sources: Sequence[tuple[Any, set[str]]] = ()  # functions that score some sources only, and these
     reward_callables: list[Callable[..., Any]]
     reward_func_names: list[str]
     reward_weights: torch.Tensor
@@ -79,6 +85,7 @@ class RewardMixin:
                     self.reward_callables,
                     names,
                     rollouts.select(kept),
+                    rows_F=self._rows_by_source([rollouts.rows[row] for row in kept]),
                     timeout=args.reward_timeout,
                     loop=self.event_loop,
                     on_error=args.reward_on_error,
@@ -87,10 +94,6 @@ class RewardMixin:
                     log_extra=log.log_extra,
                     log_metric=log.log_metric,
                 )
-                completions = [rollouts.completions[row] for row in kept]
-                # The tokens in front of a step get its reward; after a fork they may not be those before it.
-                if args.advantage_baseline != "per_token" and any(c.contexts for c in completions):
-                    check_step_order(names, calls.rewards_FB, completions)
         except RewardError as error:
             failure = error  # raised by all ranks in _gather_rewards
         # kept [0, 2] of B = 3 rows, values [1.0, 0.5] -> [1.0, nan, 0.5]
@@ -104,7 +107,7 @@ class RewardMixin:
                 scorer.warn_if_unsplit(names[column], steps_N)
         metrics: list[Mapping[str, Reduction]] = [
             reward_metrics(rewards, names, args.multi_objective_aggregation),
-            call_metrics(calls, names, count_failures=args.reward_on_error == "none"),
+            calls.metrics(names, count_failures=args.reward_on_error == "none"),
             # Copies of the logs: a call that was given up at its time limit may still write to the originals.
             *({name: Mean(value)} for name, value in list(log.metrics)),
         ]
@@ -114,6 +117,17 @@ class RewardMixin:
             columns={name: at_rows(values, fill=None) for name, values in dict(log.columns).items()},
             metrics=merge_metrics(metrics),
         )
+
+    def _rows_by_source(self, rows: Sequence[Row]) -> list[list[int] | None]:
+        """Return the rows that each reward function scores, F entries; None: all rows."""
+        if not self.reward_sources:
+            return [None] * len(self.reward_callables)
+        sources = {id(function): names for function, names in self.reward_sources}
+        names_F = [sources.get(id(function)) for function in self.reward_funcs]
+        return [
+            None if names is None else [i for i, row in enumerate(rows) if row.get(SOURCE) in names]
+            for names in names_F
+        ]
 
     def drop_failed(self, rollouts: RolloutBatch) -> tuple[RolloutBatch, torch.Tensor | None]:
         """Drop groups of which fewer than two rollouts succeeded (``rollout_on_error="retry"``).
@@ -150,16 +164,21 @@ class RewardMixin:
 
         Returns None without such functions, or if ``compute_rewards`` is overridden: it may not call them.
         """
-        functions = [function for function in self.reward_callables if isinstance(function, PartialReward)]
-        if not functions or type(self).compute_rewards is not RewardMixin.compute_rewards:
+        if (
+            not any(isinstance(function, PartialReward) for function in self.reward_callables)
+            or type(self).compute_rewards is not RewardMixin.compute_rewards
+        ):
             return None
 
         def start(part: RolloutBatch) -> None:
             limit = self.args.reward_timeout
             executor = CallExecutor(limit, limited_by="reward_timeout", loop=self.event_loop)
             with self.rng.user_code():
-                for function in functions:
-                    function.begin(part, executor, trainer_state=self.state)
+                rows_F = self._rows_by_source(part.rows)
+                for function, rows in zip(self.reward_callables, rows_F, strict=True):
+                    if isinstance(function, PartialReward) and rows != []:
+                        own = part if rows is None else part.select(rows)
+                        function.begin(own, executor, trainer_state=self.state)
 
         return start
 
@@ -184,16 +203,22 @@ class RewardMixin:
                 rollouts.rows, rollouts.prompts, rollouts.completions, strict=True
             )
         ]
-        gathered = gather_object([(rewards_FB, width, digests_B2) if failure is None else str(failure)])
+        turns_B = [  # of completions with steps
+            completion.turn_spans if any(isinstance(rewards_B[row], list) for rewards_B in rewards_FB) else ()
+            for row, completion in enumerate(rollouts.completions)
+        ]
+        part = (rewards_FB, width, digests_B2, turns_B)
+        gathered = gather_object([part if failure is None else str(failure)])
         if failure is not None:
             raise failure
         failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
         if failed:
             raise RewardError("; ".join(failed))
-        digests_N2 = [pair for _, _, part in gathered for pair in part][: rollouts.num_valid]
+        digests_N2 = [pair for _, _, part, _ in gathered for pair in part][: rollouts.num_valid]
+        turns_N = [turns for *_, part in gathered for turns in part][: rollouts.num_valid]
         check_groups(digests_N2, rollouts.num_generations, len(rollouts))
         columns = [  # F columns of N rewards: per function those of rank 0, then of rank 1, without padding
-            [reward for part, _, _ in gathered for reward in part[i]][: rollouts.num_valid]
+            [reward for part, *_ in gathered for reward in part[i]][: rollouts.num_valid]
             for i in range(len(rewards_FB))
         ]
         stepwise = [i for i, c in enumerate(columns) if any(isinstance(reward, list) for reward in c)]
@@ -218,101 +243,12 @@ class RewardMixin:
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
-            num_tokens=max(width for _, width, _ in gathered),  # T of the longest completion of all ranks
+            num_tokens=max(width for _, width, *_ in gathered),  # T of the longest completion of all ranks
+            turns=turns_N if any(turns_N) else (),
         )
-
-
-def check_groups(
-    digests_N2: Sequence[tuple[int, int | None]], num_generations: int, rows_per_rank: int
-) -> None:
-    """Check that the completions of a group have one prompt, from digests of all ranks.
-
-    Args:
-        digests_N2: of the prompt in the dataset, and of the prompt in the rollout; None: it is dropped.
-
-    Raises:
-        TrainingError: the ranks read different data.
-    """
-    for first in range(0, len(digests_N2), num_generations):
-        group = digests_N2[first : first + num_generations]
-        rank = first // rows_per_rank
-        for row, (given, _) in enumerate(group, start=first):
-            if given != group[0][0] and row // rows_per_rank != rank:
-                raise TrainingError(
-                    f"row {row % rows_per_rank} of rank {row // rows_per_rank} has another prompt than row "
-                    f"{first % rows_per_rank} of rank {rank}, which is of the same group: the ranks read "
-                    "different data; every rank needs the same rows in the same order (a seed for shuffle(), "
-                    "the same files)"
-                )
-        if len({prompt for _, prompt in group} - {None}) > 1:
-            warn_once(
-                logger,
-                "rollouts of a group have different prompts, although their advantages compare them: reset "
-                "of an environment, or an override of generate_rollouts, changes them; choose the task by "
-                "columns of the row, such as seed, which the group shares",
-            )
-
-
-def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[int]:
-    """Return the functions with a group whose spread is below 100 times the rounding error of float32.
-
-    A spread at the rounding error of float64 is none: the rewards are equal.
-    """
-    if not rewards_FN.numel():
-        return []
-    rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)  # (F, N) -> (F, P, G)
-    error_FP = (rewards_FPG - rewards_FPG.float().double()).abs().nan_to_num(0.0).amax(-1)
-    spread_FP = above_lowest(rewards_FPG, -1).nan_to_num(0.0).amax(-1)
-    magnitude_FP = rewards_FPG.abs().nan_to_num(0.0).amax(-1)
-    # 1e9 + [0, 1, 2, 3] has a spread of 3, but neighbours in float32 are 64 apart there.
-    is_rounded_FP = (spread_FP > 1e-12 * magnitude_FP) & (spread_FP < 100 * error_FP)
-    return is_rounded_FP.any(-1).nonzero().flatten().tolist()
 
 
 def _at_rows(rows: list[int], values: list[Any], num_rows: int, fill: Any) -> list[Any]:
     """Return a list of ``num_rows`` entries with ``values`` at ``rows``, and ``fill`` elsewhere."""
     placed = dict(zip(rows, values, strict=False))
     return [placed.get(row, fill) for row in range(num_rows)]
-
-
-def call_metrics(calls: RewardCalls, names: list[str], *, count_failures: bool) -> Metrics:
-    """Seconds of the calls that returned and, with ``count_failures``, 1 for each that failed, per rank."""
-    times = zip(names, calls.seconds_F, strict=False)  # empty without a call
-    metrics: Metrics = {f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)}
-    if count_failures:
-        metrics |= {f"rewards/{name}/errors": Sum(float(i in calls.failures)) for i, name in enumerate(names)}
-    return metrics
-
-
-def reward_metrics(
-    rewards: GroupRewards, names: list[str], aggregation: str = "sum_then_normalize"
-) -> Metrics:
-    """Statistics of the global batch (the same on every rank), weighted by the number of rewards.
-
-    Step rewards count by their sum; a group whose step rewards differ is not one of zero deviation.
-
-    Args:
-        names: names of the reward functions, in the order of their columns.
-        aggregation: combines them into ``reward``, ``reward_std`` and ``frac_reward_zero_std``.
-    """
-    metrics: Metrics = {}
-    sums = rewards.with_step_sums()  # (N, F): step rewards of a completion by their sum
-    for column, name in enumerate(names):
-        values_N = sums.rewards_NF[:, column]
-        scored = (~values_N.isnan()).sum().item()
-        if scored:
-            metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
-            metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
-        if column in rewards.step_rewards:
-            num_steps = sum(len(steps) for steps in rewards.step_rewards[column])
-            metrics[f"rewards/{name}/steps"] = Mean(num_steps, scored)
-    total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)  # (N,) -> (P, G)
-    scored = (~total_PG.isnan()).sum().item()
-    if scored:
-        scored_P = ~total_PG.isnan().all(-1)
-        # No advantage, and no gradient of the policy loss: what dynamic_sampling would replace.
-        constant_P = scored_P & ~has_variance(rewards, aggregation)
-        metrics["reward"] = Mean(total_PG.nansum().item(), scored)
-        metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)
-        metrics["frac_reward_zero_std"] = Mean(constant_P.sum().item(), scored_P.sum().item())
-    return metrics

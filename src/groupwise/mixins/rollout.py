@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,10 @@ from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import PromptSource
-from groupwise.errors import ConfigError
-from groupwise.generation.base import GenerationBackend, check_images
-from groupwise.random_state import RandomState
+from groupwise.errors import check_counts
+from groupwise.generation.backends import check_images
+from groupwise.generation.base import GenerationBackend
+from groupwise.random_state import RandomState, derived_seed
 from groupwise.records import (
     Completion,
     RolloutBatch,
@@ -89,9 +89,7 @@ class RolloutMixin:
         data, and the number of the row over all ranks.
         """
         step = self.state.global_step if step is None else step
-        digest = hashlib.blake2b(f"{self.args.seed} {step} {self.prompts.last}".encode(), digest_size=8)
-        # 62 bits: a seed fits a signed 64-bit integer.
-        first = (int.from_bytes(digest.digest(), "big") >> 2) + self.args.process_index * num_rows
+        first = derived_seed(self.args.seed, step, self.prompts.last) + self.args.process_index * num_rows
         return list(range(first, first + num_rows))
 
     def run_agents(self, request: RolloutRequest, generate: Callable[..., list[Completion]]) -> RolloutBatch:
@@ -106,7 +104,7 @@ class RolloutMixin:
         step = self.state.global_step if request.mode == "train" else None
         with self.rng.user_code():
             return self.agents.generate_rollouts(
-                request.rows, self.backend, request.generation_kwargs, generate, step
+                request.rows, self.backend, request.generation_kwargs, generate, step, request.seeds
             )
 
     def make_rollouts(
@@ -162,9 +160,9 @@ class RolloutMixin:
         return texts
 
     def prefetch_rollouts(self, sampler: SamplerSettings, *, first: int = 1) -> None:
-        """Start generating the next ``rollout_staleness`` generations on a server; with agents, first turns.
+        """Start generating the next ``rollout_staleness`` generations on a server, with agents all turns.
 
-        The user's code before them, such as ``reset``, runs now: none of it runs beside the update.
+        The user's code before the first turns, such as ``reset``, runs now.
 
         Args:
             first: 1: the prompts of this generation are not yet taken; 0: they are (dynamic sampling).
@@ -178,13 +176,13 @@ class RolloutMixin:
             if step >= self.state.max_steps:
                 return
             # The later request has the same settings, prompts and step: the server finds the results by them.
+            seeds = self.row_seeds(len(rows), step)
             if self.agents is not None:
                 with self.metrics["train"].phase("generate"), self.rng.user_code():
-                    prompt_ids, sampling = self.agents.first_turns(rows, self.backend, vars(sampler), step)
-            else:
-                prompt_ids, images = self.tokenize(rows)
-                seeds = self.row_seeds(len(rows), step)
-                sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler), seeds=seeds)
+                    self.agents.begin(rows, self.backend, vars(sampler), step, seeds)
+                continue
+            prompt_ids, images = self.tokenize(rows)
+            sampling = SamplingOptions(images=images, generation_kwargs=vars(sampler), seeds=seeds)
             self.backend.prefetch(prompt_ids, sampling, step=step)
 
     def tokenize(self, rows: list[Row]) -> tuple[list[list[int]], list[ImageInputs] | None]:
@@ -241,23 +239,6 @@ class RolloutMixin:
             on_partial_rollout(replace(rollouts, row_ids=list(row_ids)))  # matched with the request later
 
         return on_finished
-
-
-def check_counts(source: str, num_rows: int, **counts: int) -> None:
-    """Check that generation returned one entry per row.
-
-    Args:
-        source: the code that returned them.
-        counts: number of entries by what they are.
-
-    Raises:
-        ConfigError: with all numbers.
-    """
-    if any(count != num_rows for count in counts.values()):
-        given = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise ConfigError(
-            f"{source} returned {given} for {num_rows} rows; it must return one of each per row"
-        )
 
 
 def _same_input(row: Row, other: Row) -> bool:

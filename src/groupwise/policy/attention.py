@@ -86,6 +86,11 @@ def _attention(
     unknown = [name for name in ("position_bias", "s_aux") if kwargs.get(name) is not None]
     own_mask = attention_mask is not getattr(attention_function, "mask", attention_mask)
     if attention_function is None or own_mask or (unknown and hasattr(attention_function, "mask")):
+        queries, keys = query.shape[2], key.shape[2]
+        if attention_mask is None and 1 < queries < keys:  # of the last tokens: sdpa aligns them at the first
+            attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(
+                keys - queries
+            )
         return sdpa_attention_forward()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

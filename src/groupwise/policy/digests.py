@@ -30,9 +30,6 @@ _MIX_1, _MIX_2 = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 _CHUNK = {"cpu": 2**17}
 _CHUNK_ON_DEVICE = 2**24
 
-#: Columns of a matrix that an engine reads back through its kernel in one sync.
-NUM_SAMPLED = 16
-
 
 def position_weights(index: torch.Tensor, seed: int) -> torch.Tensor:
     """Return the odd pseudo-random int64 weight of each position in ``index``."""
@@ -120,9 +117,3 @@ def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
 def columns_of(shape: Sequence[int]) -> int:
     """Return C of a tensor: the size of its last axis."""
     return max(shape[-1], 1) if len(shape) else 1
-
-
-def sampled_columns(sync: int, num_columns: int) -> range:
-    """Return the columns that are read back in a sync; consecutive syncs cover all of them."""
-    first = sync % -(-num_columns // NUM_SAMPLED) * NUM_SAMPLED
-    return range(first, min(first + NUM_SAMPLED, num_columns))

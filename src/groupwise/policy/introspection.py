@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from groupwise.compat.torch import WRAPPER_NAMES
-from groupwise.compat.transformers import name_or_path
+from groupwise.compat.transformers import has_routers, name_or_path
 from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError, boundary
 from groupwise.files import read_json
@@ -41,6 +42,15 @@ _TRAIN_FURTHER = (
 
 #: Values of ``init_lora_weights`` with which an adapter leaves the base weights as they are.
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
+
+#: Names of E and K in configs.
+_EXPERT_NAMES = (
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+)
+
+#: Tokens of a row of which :func:`plain_logps` computes all logits.
+_FEW_TOKENS = 128
 
 # Below wrappers and adapters.
 
@@ -153,18 +163,55 @@ def is_quantized(model: object) -> bool:
 def router_aux_loss_coef(model: PreTrainedModel, args: GRPOConfig) -> float:
     """Return the weight of the balancing loss: the setting, else the model's default; 0 for a dense model.
 
+    The config alone does not decide: Llama 4 has a weight, and no balancing loss in its forward.
+
     Raises:
-        ConfigError: the setting is not zero, but the model has no expert router.
+        ConfigError: the setting is not zero, but the model has no expert router, or computes no such loss.
     """
     own = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    missing = "" if own is not None else "has no expert router"
+    if not missing and not ("output_router_logits" in accepted_arguments(model) and has_routers(model)):
+        missing = "computes no balancing loss"
     if args.router_aux_loss_coef is None:
-        return float(own or 0.0)
-    if own is None and args.router_aux_loss_coef != 0.0:
+        return 0.0 if missing else float(own or 0.0)
+    if missing and args.router_aux_loss_coef != 0.0:
         raise ConfigError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} has no expert "
-            "router; leave it at None"
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(model).__name__} {missing}; leave "
+            "it at None"
         )
     return args.router_aux_loss_coef
+
+
+def experts_of(model: nn.Module) -> tuple[int, int] | None:
+    """Return the number E of experts in a layer and the number K that a token uses; None without experts."""
+    config = base_model(model).config.get_text_config(decoder=True)
+    both = [next((n for name in names if (n := getattr(config, name, None))), 0) for names in _EXPERT_NAMES]
+    return (
+        (int(both[0]), int(both[1])) if all(isinstance(number, int) and number for number in both) else None
+    )
+
+
+def flops_per_token(model: CausalLM) -> float:
+    """Return the operations of forward and backward per token: 4 · active + 2 · trained active weights.
+
+    The products with a weight are one of the forward pass, one for the gradient of its input, and one for its
+    own gradient if it is trained. A token uses K of E experts; embeddings are looked up.
+    """
+    num_experts, top_k = experts_of(model) or (0, 0)
+
+    def active(trained: bool) -> float:
+        in_experts = sum(
+            parameter.numel()
+            for name, parameter in model.named_parameters()
+            if num_experts
+            and (parameter.requires_grad or not trained)
+            # A stack (E, in, out), or a module per expert, with the adapters of both.
+            and (".experts." in name or (parameter.dim() == 3 and len(parameter) == num_experts))
+        )
+        unused = in_experts * (1 - top_k / num_experts) if in_experts else 0.0
+        return float(model.num_parameters(only_trainable=trained, exclude_embeddings=True) - unused)
+
+    return 4 * active(False) + 2 * active(True)
 
 
 def configs_with_router_logits(model: nn.Module) -> list[PretrainedConfig]:
@@ -279,6 +326,45 @@ def accepted_arguments(model: nn.Module) -> set[str]:
     return set(inspect.signature(type(base_model(model)).forward).parameters)
 
 
+def plain_logps(
+    model: nn.Module,
+    ids_1S: torch.Tensor,
+    predicting_N: torch.Tensor,
+    images: Mapping[str, Any] = MappingProxyType({}),
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Compute log-probs (N,) of the tokens after the positions ``predicting_N`` by the model's own forward.
+
+    The reference of all checks: one row without padding and cache, with the model's own positions, attention
+    and head; differentiable.
+
+    Args:
+        images: arguments of the model for the images of the row.
+    """
+    accepted, from_end_N = accepted_arguments(model), predicting_N - ids_1S.shape[1]
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids_1S), "use_cache": False, **images}
+    if ids_1S.shape[1] > _FEW_TOKENS:  # gigabytes of logits; else all S, however the model selects them
+        options["logits_to_keep"] = from_end_N
+    inputs = {name: value for name, value in options.items() if name in accepted}
+    with without_router_logits(model):
+        logits_NV = model(input_ids=ids_1S, **inputs).logits[0]
+    if len(logits_NV) != len(from_end_N):  # of all positions; virtual tokens of an adapter precede the row
+        logits_NV = logits_NV[from_end_N]
+    logits_NV = logits_NV.float() if logits_NV.dtype.itemsize < 4 else logits_NV
+    logps_NV = (logits_NV / temperature).log_softmax(-1)
+    return logps_NV.gather(1, ids_1S[0, predicting_N + 1, None])[:, 0]
+
+
+def config_numbers(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """Iterate over the integers of a config and its parts, each with its name: lengths may be among them."""
+    if isinstance(config, Mapping | list | tuple):
+        parts = config.items() if isinstance(config, Mapping) else ((name, part) for part in config)
+        for key, part in parts:
+            yield from config_numbers(part, key)
+    elif isinstance(config, int) and not isinstance(config, bool):
+        yield name, config
+
+
 def multimodal_part(model: nn.Module) -> Any:
     """Return the module that inserts images into a sequence, and has the positions of the last one."""
     base = base_model(model)
@@ -311,8 +397,10 @@ def cannot_continue_images(model: nn.Module) -> str | None:
 
 def dropout_of_attention(model: nn.Module) -> str | None:
     """Return the reason against a layout whose masks of dropout differ from the padded ones, or None."""
-    for module in model.modules():  # a number or a ``Dropout`` module
-        dropout = getattr(module, "attention_dropout", None) or getattr(module, "attn_dropout", None)
-        if getattr(dropout, "p", dropout):
-            return "its attention has dropout"
+    for module in model.modules():
+        own = ["dropout"] if "Attention" in type(module).__name__ else []
+        for name in ("attention_dropout", "attn_dropout", *own):  # a number or a ``Dropout`` module
+            dropout = getattr(module, name, None)
+            if getattr(dropout, "p", dropout):
+                return "its attention has dropout"
     return None

@@ -9,7 +9,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from groupwise.compat.transformers import attention_implementation, is_stateful, supports_sdpa
+from groupwise.compat.transformers import (
+    attention_implementation,
+    balancing_scope,
+    cast_experts,
+    is_stateful,
+    supports_sdpa,
+)
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import any_rank, gathers_in_forwards, is_sharded, largest
 from groupwise.errors import ConfigError
@@ -20,15 +26,24 @@ from groupwise.policy.introspection import (
     accepted_arguments,
     autocast_dtype,
     base_model,
+    config_numbers,
     dropout_of_attention,
+    experts_of,
     has_prompt_learning,
     is_text_only,
     router_aux_loss_coef,
 )
+from groupwise.policy.loading import uses_reentrant_checkpoints
 from groupwise.policy.logprobs import LogprobComputer, forked_layout
 from groupwise.records.fast_paths import FastPath
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+#: Numbers of a config beyond which a row is computed in another way: a window, a chunk, a selection of keys,
+#: a scale of attention, or a switch of rotary embeddings.
+_LENGTHS = {
+    *("sliding_window", "attention_chunk_size", "index_topk", "floor_scale"),
+    "original_max_position_embeddings",
+}
 
 
 def choose_layout(
@@ -45,7 +60,7 @@ def choose_layout(
     Args:
         wanted: "padded", "packed", "shared_prefix", "forked" or "auto".
         model: the policy; supported models get the attention hook.
-        with_aux_loss: training includes a balancing loss, which counts a prompt once per completion.
+        with_aux_loss: training includes a balancing loss.
         on_gpu: warn if "auto" becomes "padded", where padding costs most.
         one_forward: the reason why a micro-batch must be one forward pass, which "forked" is not; "": none.
 
@@ -57,14 +72,18 @@ def choose_layout(
     """
     if wanted == "padded":
         return FastPath("layout", wanted, "sequence_layout='padded'")
-    reason: str | None = "its balancing loss counts padded sequences"
-    if not with_aux_loss and wanted != "forked":
+    only_padded = reason = None
+    if with_aux_loss and balancing_scope(base_model(model)) is None:
+        only_padded = reason = (
+            "its balancing loss counts padded sequences, and is no load_balancing_loss_func of transformers"
+        )
+    if only_padded is None and wanted != "forked":
         reason = unsupported(model, shared=wanted == "shared_prefix")
-    if reason is None:
+    if reason is None and wanted != "forked":
         can_share = group_size > 1 and supports_packing(base_model(model), shared=True)
         chosen = wanted if wanted != "auto" else "shared_prefix" if can_share else "packed"
         return FastPath("layout", chosen)
-    if not with_aux_loss and (wanted == "forked" or (wanted == "auto" and group_size > 1)):
+    if only_padded is None and (wanted == "forked" or (wanted == "auto" and group_size > 1)):
         no_fork = one_forward or forked_layout().cannot_fork(model)
         if no_fork is None:
             return FastPath("layout", "forked", "" if wanted == "forked" else f"{reason}")
@@ -76,6 +95,23 @@ def choose_layout(
         )
     accepted = "; sequence_layout='padded' accepts it" if on_gpu else ""
     return FastPath("layout", "padded", f"{reason}{accepted}", on_gpu)
+
+
+def next_layouts(chosen: str, model: nn.Module, group_size: int, one_forward: str, whole: bool) -> list[str]:
+    """Return the layouts to try after ``chosen`` if it does not compute what the model does alone.
+
+    Args:
+        one_forward: as in :func:`choose_layout`.
+        whole: all rows of a micro-batch must be in one pass.
+    """
+    possible = {
+        "forked": group_size > 1 and not one_forward and forked_layout().cannot_fork(model) is None,
+        "packed": unsupported(model, shared=False) is None,
+        "padded": True,
+        "equal_length": not (one_forward or whole),
+    }
+    order = ["shared_prefix", *possible]
+    return [name for name in order[order.index(chosen) + 1 :] if possible[name]]
 
 
 def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
@@ -116,7 +152,6 @@ def unsupported(model: nn.Module, *, shared: bool = True) -> str | None:
 
 def _reason_for_one_forward(policy: nn.Module, config: GRPOConfig, accelerator: Accelerator) -> str:
     """Return the reason why a micro-batch must be one forward pass; "": it may be several over a cache."""
-    checkpointing = config.gradient_checkpointing_kwargs if config.gradient_checkpointing else None
     reasons = {
         "FSDP version 1 takes one forward pass before a backward pass": accelerator.distributed_type
         == DistributedType.FSDP
@@ -125,10 +160,20 @@ def _reason_for_one_forward(policy: nn.Module, config: GRPOConfig, accelerator: 
         "images under DeepSpeed and FSDP are computed in padded sequences": is_sharded(accelerator)
         and not is_text_only(policy),
         "a compiled model takes no cache": config.torch_compile,
-        "gradient checkpointing with use_reentrant=True detaches the cache": isinstance(checkpointing, dict)
-        and checkpointing.get("use_reentrant"),
+        "gradient checkpointing with use_reentrant=True detaches the cache": uses_reentrant_checkpoints(
+            config
+        ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _length_that_matters(policy: PreTrainedModel, config: GRPOConfig, prompt_tokens: int) -> int:
+    """Return the largest number of tokens in the model's config that rows of the run may exceed; 0: none."""
+    text, reached = policy.config.get_text_config(decoder=True), prompt_tokens + config.max_completion_length
+    is_dynamic = "'dynamic'" in str(getattr(text, "rope_parameters", None))
+    names = _LENGTHS | ({"max_position_embeddings"} if is_dynamic else set())
+    numbers = config_numbers(text.to_dict())
+    return max((number for name, number in numbers if name in names and number < reached), default=0)
 
 
 def make_logprob_computer(
@@ -141,21 +186,38 @@ def make_logprob_computer(
             "FSDP or DeepSpeed they are not there; leave the head out of the adapter, put it into "
             "modules_to_save, or do not shard"
         )
+    with_aux_loss = router_aux_loss_coef(policy, config) != 0.0
+    sums_routers = with_aux_loss and balancing_scope(base_model(policy)) is not None
+    if config.router_aux_loss_scope == "global_batch" and not sums_routers:
+        missing = "balancing loss whose sums can be read" if with_aux_loss else "balancing loss"
+        raise ConfigError(
+            f"router_aux_loss_scope='global_batch', but {type(base_model(policy)).__name__} has no "
+            f"{missing}; allowed: 'micro_batch'"
+        )
+    if with_aux_loss and uses_reentrant_checkpoints(config):
+        raise ConfigError(
+            "gradient_checkpointing_kwargs={'use_reentrant': True} detaches the router logits, so that the "
+            "balancing loss has no gradient; set it to False, or router_aux_loss_coef=0.0"
+        )
     # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
     only_padded = "neftune_noise_alpha" if config.neftune_noise_alpha is not None else ""
     only_padded = "use_liger_kernel" if config.use_liger_kernel else only_padded
+    one_forward = _reason_for_one_forward(policy, config, accelerator)
     path = choose_layout(
         "padded" if only_padded else config.sequence_layout,
         policy,
         group_size=config.num_generations,
-        with_aux_loss=router_aux_loss_coef(policy, config) != 0.0,
+        with_aux_loss=with_aux_loss,
         on_gpu=accelerator.device.type == "cuda",
-        one_forward=_reason_for_one_forward(policy, config, accelerator),
+        one_forward=one_forward,
     )
+    is_free = config.sequence_layout == "auto" and not only_padded
     head = LogprobHead(
         "chunked" if config.logprob_head == "auto" else config.logprob_head,
         fp32=config.cast_lm_head_to_fp32,
     )
+    # Ranks of a sharded model make as many forwards, and a balancing loss without sums needs one.
+    whole = is_sharded(accelerator) or with_aux_loss != sums_routers
     computer = LogprobComputer(
         path.choice,
         head,
@@ -163,8 +225,22 @@ def make_logprob_computer(
         partial(largest, accelerator) if gathers_in_forwards(accelerator) else None,
         sharded=is_sharded(accelerator),
         mixed_precision=autocast_dtype(accelerator),
-        explicit=config.sequence_layout != "auto",
+        other_layouts=next_layouts(path.choice, policy, config.num_generations, one_forward, whole)
+        if is_free
+        else (),
+        other_heads=("dense",) if config.logprob_head == "auto" else (),
+        reentrant=uses_reentrant_checkpoints(config),
+        longer=partial(_length_that_matters, policy, config),
     )
+    computer.with_aux_loss = with_aux_loss
+    if config.router_replay != "disabled":
+        from groupwise.policy.experts import RouterReplay
+
+        computer.replay = RouterReplay(policy, config.router_replay)
+    # On a CPU experts are sampled by the same float32 products, and a cast of all of them costs every token.
+    if computer.mixed_precision is not None and accelerator.device.type != "cpu" and experts_of(policy):
+        cast_experts(accelerator.device.type)
+    computer.checked = computer.checked_images = bool(only_padded)  # noise, or no log-probs
     chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
     of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
     computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]

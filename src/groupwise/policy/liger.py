@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from groupwise.compat import check_version
+from groupwise.compat.liger import layer_problem
 from groupwise.core import surrogates
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.core.objectives import OBJECTIVES, ObjectiveSettings, correction
@@ -27,7 +28,7 @@ from groupwise.errors import ConfigError
 from groupwise.policy.heads.capture import LogprobHead, Outputs, forward_at_head
 from groupwise.policy.heads.dense import projection_dtype
 from groupwise.policy.heads.weights import HeadWeights
-from groupwise.policy.introspection import adapters_of, text_config
+from groupwise.policy.introspection import adapters_of, load_config, text_config
 from groupwise.policy.layouts.padded import padded_inputs
 from groupwise.records import LossOutput, MicroBatch
 
@@ -176,8 +177,8 @@ def check_liger(
     """Check that Liger's loss supports the model and its adapter.
 
     Raises:
-        ConfigError: liger-kernel is not installed or too old, the model bounds its logits by a softcap, or an
-            adapter adds virtual tokens.
+        ConfigError: liger-kernel is not installed or too old, or patches another transformers; the model
+            bounds its logits by a softcap, or an adapter adds virtual tokens.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
@@ -202,3 +203,9 @@ def check_liger(
         "use_liger_kernel=True",
         "whose loss lacks arguments; upgrade it, or set use_liger_kernel=False",
     )
+    model_type = (load_config(model, config) if isinstance(model, str) else model.config).model_type
+    if problem := layer_problem(model_type):
+        raise ConfigError(
+            f"use_liger_kernel=True, but Liger cannot patch the layers of {model_type}: {problem}; upgrade "
+            "liger-kernel, or set use_liger_kernel=False"
+        )

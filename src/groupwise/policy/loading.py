@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,11 +24,20 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from groupwise.compat.accelerate import without_buffer_broadcast
 from groupwise.compat.transformers import image_text_model_class, keep_undivided_layers, name_or_path
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.heads.weights import check_head, output_head
-from groupwise.policy.introspection import adapter_type, adapters_of, changes_base, has_adapter, load_config
+from groupwise.policy.introspection import (
+    adapter_type,
+    adapters_of,
+    changes_base,
+    evaluation_mode,
+    has_adapter,
+    load_config,
+)
 from groupwise.policy.quantization import check_quantized, keep_4bit_weights_unpacked, quantization_of
 from groupwise.tokenization.images import image_token_id, is_processor
 from groupwise.tokenization.text import ProcessingClass, set_pad_token, text_tokenizer
@@ -36,6 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Names of one field before transformers 5.24 and since.
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _DTYPES = ("bfloat16", "float16", "float32")
 
 #: Architectures without image tokens in the prompt, and where they put images instead.
@@ -85,14 +99,15 @@ def prepare_policy(
     policy = load_policy(model, config, quantization_config)
     if "groupwise.policy.frozen_weights" in sys.modules:  # of an earlier run
         sys.modules["groupwise.policy.frozen_weights"].restore_float32(policy)
-    if config.disable_dropout:
-        disable_dropout(policy)
     if config.cast_lm_head_to_fp32:
         cast_head_to_fp32(policy)
+    _check_checkpointing(policy, config)
     keep_4bit_weights_unpacked(policy)
     make_generation_config_savable(policy)
     keep_undivided_layers(policy)
     policy = apply_peft(policy, peft_config)
+    if config.disable_dropout:
+        disable_dropout(policy)  # that of the adapter, too
     if has_adapter(policy) and not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ConfigError(
             f"the adapters of the PeftModel ({', '.join(policy.peft_config)}) are frozen: training would "
@@ -115,6 +130,13 @@ def prepare_policy(
         raise ConfigError(
             f"the adapter ({', '.join(kinds)}) is a cache of keys and values, which gradient checkpointing "
             "drops; set gradient_checkpointing=False"
+        )
+    shared_layers = getattr(policy.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+    if shared_layers and uses_reentrant_checkpoints(config):
+        raise ConfigError(
+            f"{shared_layers} layers of the model use the keys of earlier ones, which gradient checkpoints "
+            "with use_reentrant=True detach, so that their gradients would be lost; set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     if config.gradient_checkpointing and has_adapter(policy):
         # Embeddings are frozen: without a gradient at its inputs, checkpointing computes no gradients.
@@ -144,15 +166,29 @@ def load_policy(
                     type(model).__name__,
                 )
         return model
-    old_name = options.pop("torch_dtype", None)
-    options["dtype"] = _dtype(options.get("dtype") or old_name or torch.float32)
+    options["dtype"] = _dtype(options)
+    options.pop("torch_dtype", None)
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     options.setdefault("trust_remote_code", config.trust_remote_code)
     return auto_class(load_config(model, config)).from_pretrained(model, **options)
 
 
-def _dtype(given: object) -> torch.dtype | str:
+def shapes_of_policy(
+    model: str, config: GRPOConfig, peft_config: PeftConfig | None = None
+) -> PreTrainedModel:
+    """Return the policy with its adapter on the meta device: names, shapes and dtypes without memory."""
+    of_model, dtype = load_config(model, config), _dtype(cast(dict[str, Any], config.model_init_kwargs or {}))
+    dtype = of_model.dtype or torch.float32 if dtype == "auto" else dtype
+    with torch.device("meta"):
+        policy = auto_class(of_model).from_config(
+            of_model, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+        return apply_peft(policy, peft_config)
+
+
+def _dtype(options: Mapping[str, Any]) -> torch.dtype | str:
+    given = options.get("dtype") or options.get("torch_dtype") or torch.float32
     name = str(given).removeprefix("torch.")
     dtype = name if name == "auto" else getattr(torch, name, None)
     if dtype != "auto" and not isinstance(dtype, torch.dtype):
@@ -225,30 +261,165 @@ def check_image_model(policy: PreTrainedModel, processing_class: ProcessingClass
         )
 
 
-def set_ddp_defaults(accelerator: Accelerator, config: GRPOConfig, *, with_images: bool) -> None:
+def uses_reentrant_checkpoints(config: GRPOConfig) -> bool:
+    """Return True if gradient checkpoints recompute in a backward pass of their own."""
+    kwargs = config.gradient_checkpointing_kwargs
+    return bool(config.gradient_checkpointing and isinstance(kwargs, dict) and kwargs.get("use_reentrant"))
+
+
+def set_ddp_defaults(
+    accelerator: Accelerator, config: GRPOConfig, model: nn.Module, *, with_images: bool
+) -> None:
     """Set what DDP needs here; ``ddp_broadcast_buffers`` and ``ddp_find_unused_parameters`` have precedence.
 
     Each forward would wait for a broadcast of buffers, and the forked layout runs other numbers of them on
-    each rank. A micro-batch of text has no gradient in a vision tower; reentrant checkpointing does not
-    support such parameters.
+    each rank. A micro-batch of text has no gradient in a vision tower, nor any in an indexer of keys;
+    reentrant checkpointing does not support such parameters.
     """
     handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
-    checkpointing = config.gradient_checkpointing_kwargs
-    reentrant = isinstance(checkpointing, dict) and checkpointing.get("use_reentrant")
+    reentrant = uses_reentrant_checkpoints(config)
     if config.ddp_broadcast_buffers is None:
-        handler = replace(handler, broadcast_buffers=False)
-    if with_images and config.ddp_find_unused_parameters is None and not reentrant:
-        handler = replace(handler, find_unused_parameters=True)
+        handler = without_buffer_broadcast(handler)
+    if config.ddp_find_unused_parameters is None and not reentrant:
+        by_ddp = accelerator.num_processes > 1 and not is_sharded(accelerator)
+        unused = parameters_without_gradient(model) if by_ddp and not with_images else []
+        if unused:
+            logger.warning(
+                "DDP looks for parameters without a gradient in every step (ddp_find_unused_parameters): the "
+                "forward of a text does not use %d trained ones, the first of which is %s",
+                *(len(unused), unused[0]),
+            )
+        if with_images or unused:
+            handler = replace(handler, find_unused_parameters=True)
     accelerator.ddp_handler = handler
 
 
+def parameters_without_gradient(model: nn.Module) -> list[str]:
+    """Return the names of trained parameters that the forward of a text of two tokens does not use."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        return []
+    with evaluation_mode(model), torch.enable_grad():
+        ids_12 = torch.zeros(1, 2, dtype=torch.long, device=next(iter(trained.values())).device)
+        total = model(input_ids=ids_12, use_cache=False).logits.float().sum()
+        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
+
+
+def _check_checkpointing(model: PreTrainedModel, config: GRPOConfig) -> None:
+    """Switch gradient checkpointing off for a model that has none; refuse it if it was asked for."""
+    if not config.gradient_checkpointing or getattr(model, "supports_gradient_checkpointing", True):
+        return
+    names = [name for name in _CHECKPOINTING if hasattr(config, name)]
+    name = type(model).__name__
+    if asked := [each for each in names if each in getattr(config, "given", ())]:
+        raise ConfigError(f"{asked[0]}=True, but {name} has no gradient checkpointing; set it to False")
+    logger.warning("gradient checkpointing is off: %s does not have it", name)
+    for each in names:
+        setattr(config, each, False)
+
+
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities to zero: ``nn.Dropout`` modules and ``attention_dropout`` attributes."""
+    """Set all dropout probabilities to zero: dropout modules, and numbers of modules named as dropout.
+
+    What is random beside them, such as the jitter of routers, is found by :func:`remove_noise`.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # for functional dropout
+                setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def remove_noise(model: nn.Module, compute: Callable[[], torch.Tensor]) -> None:
+    """Make two forward passes in training mode equal.
+
+    A module whose own code draws random numbers computes in evaluation mode, the modules inside it do not.
+
+    Args:
+        model: the policy, in training mode.
+        compute: returns log-probs of a few tokens.
+
+    Raises:
+        ConfigError: passes still differ.
+    """
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if torch.equal(compute(), compute()):
+            return
+        drawing = _modules_that_draw(model, compute, device)
+        for module in drawing:
+            _evaluate_alone(module)
+        first, second = compute(), compute()
+        left = _modules_that_draw(model, compute, device)
+    names = sorted({type(module).__name__ for module in drawing})
+    difference = float((first - second).abs().max())
+    if difference > 1e-4 and (left or not drawing):  # less is the order in which a device adds
+        where = f"{type(left[0]).__name__} draws random numbers" if left else "no module draws from torch"
+        raise ConfigError(
+            f"disable_dropout=True, but log-probs of two forward passes in training mode differ by "
+            f"{difference:.2g} nats: {where}; set its probability to 0 in the model's config, or "
+            "disable_dropout=False"
+        )
+    if drawing:
+        logger.warning(
+            "disable_dropout=True: %d modules (%s) draw random numbers in training mode; their own code runs "
+            "in evaluation mode",
+            *(len(drawing), ", ".join(names)),
+        )
+
+
+def _modules_that_draw(
+    model: nn.Module, compute: Callable[[], object], device: torch.device
+) -> list[nn.Module]:
+    """Return the modules in whose own code, not that of modules inside, torch's random state changes."""
+
+    def state() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+    last, running, found = state(), [model], dict[int, nn.Module]()
+
+    def look(*_: Any, entered: nn.Module | None = None) -> None:
+        nonlocal last
+        now = state()
+        if not all(map(torch.equal, now, last)):
+            found[id(running[-1])] = running[-1]
+        last = now
+        if entered is None:
+            running.pop()
+        else:
+            running.append(entered)
+
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(partial(look, entered=module)))
+        hooks.append(module.register_forward_hook(look))
+    try:
+        compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found.values())
+
+
+def _evaluate_alone(module: nn.Module) -> None:
+    """Run the module's own code in evaluation mode from now on.
+
+    Its flag is set within its forward alone: gradient checkpointing, which reads it before, stays on.
+    """
+    modes: list[bool] = []
+
+    def enter(*_: object) -> None:
+        modes.append(module.training)
+        module.training = False
+
+    def leave(*_: object) -> None:
+        module.training = modes.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)  # recomputation ends early with an exception
 
 
 def make_generation_config_savable(model: PreTrainedModel) -> None:
@@ -306,11 +477,8 @@ def _check_targets(model: str | PreTrainedModel, config: GRPOConfig, adapter: Pe
     targets: Any = getattr(adapter, "target_modules", None)
     if not targets or targets == "all-linear" or getattr(adapter, "target_parameters", None):
         return
-    if isinstance(model, str):
-        with torch.device("meta"):
-            of_model = load_config(model, config)
-            model = auto_class(of_model).from_config(of_model, trust_remote_code=config.trust_remote_code)
-    modules = dict(cast(PreTrainedModel, model).named_modules())
+    model = shapes_of_policy(model, config) if isinstance(model, str) else model
+    modules = dict(model.named_modules())
     # As PEFT reads them: a string is a regular expression, the names of a list are ends of paths.
     patterns = [targets] if isinstance(targets, str) else [rf"(.*\.)?{re.escape(name)}" for name in targets]
     if not any(re.fullmatch(pattern, name) for pattern in patterns for name in modules):
@@ -338,6 +506,9 @@ def apply_peft(model: PreTrainedModel, peft_config: PeftConfig | None) -> PreTra
                 "peft_config was given for a model that already has an adapter; drop peft_config to continue "
                 "that adapter, or merge it first (model = model.merge_and_unload())"
             )
-        model = cast(PreTrainedModel, get_peft_model(model, peft_config))  # forwards attribute access
+        from groupwise.compat.peft import without_checkpointing_warning
+
+        with without_checkpointing_warning():
+            model = cast(PreTrainedModel, get_peft_model(model, peft_config))  # forwards attribute access
     check_head(model)
     return model

@@ -1,13 +1,15 @@
 """Log-prob computation in the sequence layout of the run.
 
-The layout is chosen once and compared with the padded layout on the first rows. If they differ, the run uses
-the padded layout; if ``sequence_layout`` names the layout, it ends with an error.
+Layout and head are chosen once and compared on the first rows with the model's own forward on each row alone.
+If they differ, the next ones are tried; if the settings name them, the run ends with an error::
+
+    shared_prefix -> forked -> packed -> padded -> equal_length      each with the head chunked -> dense
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupwise.compat.accelerate import is_out_of_memory
-from groupwise.errors import ConfigError
 from groupwise.policy.attention import supports_packing
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.introspection import base_model
@@ -25,12 +25,16 @@ from groupwise.policy.layouts.packed import (
     compute_packed_logprobs,
     pack_sequences,
 )
-from groupwise.policy.layouts.padded import compute_padded_logprobs
+from groupwise.policy.layouts.padded import compute_equal_lengths, compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import has_images
 
 logger = logging.getLogger(__name__)
+
+
+#: Layouts whose inputs are prepared before the forward; the others compute the rows of a batch as they are.
+PACKED = ("packed", "shared_prefix", "forked")
 
 
 def forked_layout() -> ModuleType:
@@ -48,6 +52,10 @@ def model_rows(batch: TokenBatch) -> Any:
     return packed if isinstance(packed, ModelRows) else split_contexts(batch)
 
 
+#: Sums of the routers in the passes of a micro-batch (2E + 1,) to its balancing loss.
+Balance = Callable[[torch.Tensor], torch.Tensor]
+
+
 class LogprobComputer:
     """Compute log-probs of completions in the layout of the run.
 
@@ -58,12 +66,20 @@ class LogprobComputer:
         sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
             no gradients.
         mixed_precision: dtype of matrix products under autocast; None: that of the weights.
-        explicit: the user chose the layout by its name: a failed check is an error, not a fallback.
         varlen: packed attention runs in a varlen kernel; if the check fails, in blocks.
+        other_layouts: layouts to try after ``layout``; none if the user chose it by its name.
+        other_heads: heads to try after ``head``, in every layout.
+        reentrant: gradient checkpoints are reentrant; the check then compares gradients without checkpoints,
+            because these give none of chosen parameters.
+        longer: from the tokens of the longest prompt, a number of tokens that rows of the run may exceed and
+            on which the model's forward depends, such as a window; 0: none.
 
     Attributes:
         paths: states of layout and head.
-        fell_back: the check has failed, so that "auto" became "padded" during the run.
+        fell_back: the check has failed, so that another layout or head was taken during the run.
+        with_aux_loss: training includes the balancing loss of a mixture of experts.
+        balance: balancing loss of sums (2E + 1,); None: that of the micro-batch alone.
+        replay: ``RouterReplay`` of experts' routing (``router_replay``).
     """
 
     def __init__(
@@ -75,53 +91,83 @@ class LogprobComputer:
         *,
         sharded: bool = False,
         mixed_precision: torch.dtype | None = None,
-        explicit: bool = False,
         varlen: bool = False,
+        other_layouts: Sequence[str] = ("padded",),
+        other_heads: Sequence[str] = (),
+        reentrant: bool = False,
+        longer: Callable[[int], int] = lambda prompt: 0,
     ) -> None:
         self.layout = layout
         self.head = head
         self.any_rank, self.largest = any_rank, largest
         self.sharded = sharded
         self.mixed_precision = mixed_precision
-        self.explicit = explicit
+        self.other_layouts, self.other_heads = other_layouts, other_heads
+        self.reentrant, self.longer = reentrant, longer
         self.fell_back, self.varlen = False, varlen
-        self.checked = self.checked_images = layout == "padded"
+        self.with_aux_loss = False
+        self.balance: Balance | None = None
+        self.replay: Any = None
+        self.checked = self.checked_images = False
         self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
+        packs = self.layout in PACKED and not self.fell_back  # else in the pass, see _pack
         if batch.contexts is not None:
             parts = model_rows(batch)
-            packed = None if self.layout == "padded" else self._pack(parts.rows, parts)
+            packed = self._pack(parts.rows, parts) if packs else None
             return replace(batch, packed=replace(parts, packed=packed))
-        return batch if self.layout == "padded" else replace(batch, packed=self._pack(batch))
+        return replace(batch, packed=self._pack(batch)) if packs else batch
 
     def _pack(self, batch: TokenBatch, parts: Any = None) -> Any:
         """Return the rows of ``batch`` in the layout; ``parts``, if given, are those of rollouts."""
         packed = getattr(batch if parts is None else parts, "packed", None)
         if isinstance(packed, PackedSequences) and not self.varlen:  # packed before the check failed
             packed = replace(packed, attention=replace(packed.attention, varlen=None))
-        if packed is not None:
+        if packed is not None and not self.fell_back:  # else prepared in the layout that failed
             return packed
         if self.layout == "forked":
-            return forked_layout().fork_sequences(batch)
+            return forked_layout().fork_sequences(batch, whole=self.with_aux_loss)
         if parts is not None and self.layout == "shared_prefix":
             return parts.pack_tree(varlen=self.varlen)
         return pack_sequences(batch, shared=self.layout == "shared_prefix", varlen=self.varlen)
 
-    def _compute(
-        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, parts: Any = None
+    def compute(
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        *,
+        with_entropy: bool,
+        with_aux_loss: bool = False,
+        parts: Any = None,
+        routing: Any = None,
     ) -> LogprobOutput:
-        """Compute log-probs in a layout other than "padded"."""
-        packed, head = self._pack(batch, parts), self.head
-        if self.layout != "forked":
-            return compute_packed_logprobs(model, batch, packed, head, with_entropy=with_entropy)
-        passes = self.largest(packed.num_passes()) if self.largest is not None else 0
-        compute = forked_layout().compute_forked_logprobs
-        output: LogprobOutput = compute(
-            model, batch, packed, head, with_entropy=with_entropy, num_passes=passes
-        )
+        """Compute log-probs in the layout of the run, or padded if ``model`` does not take it."""
+        head = self.head
+        options: Any = {"with_entropy": with_entropy, "with_aux_loss": with_aux_loss, "routing": routing}
+        # Padded sequences have a loss, not its sums.
+        needs_sums = with_aux_loss and self.balance is not None and not self._supports(model)
+        if self.layout == "equal_length" or needs_sums:
+            output = compute_equal_lengths(model, batch, head, **options)
+        elif not self._supports(model):
+            return compute_padded_logprobs(model, batch, head, **options)  # its own balancing loss
+        elif self.layout != "forked":
+            output = compute_packed_logprobs(model, batch, self._pack(batch, parts), head, **options)
+        else:
+            packed = self._pack(batch, parts)
+            passes = self.largest(packed.num_passes()) if self.largest is not None else 0
+            compute = forked_layout().compute_forked_logprobs
+            output = compute(model, batch, packed, head, num_passes=passes, **options)
         return output
+
+    def balanced(self, output: LogprobOutput, balance: Balance | None = None) -> LogprobOutput:
+        """Return ``output`` with a balancing loss in place of its sums, if it has any."""
+        if output.aux_loss is None or not output.aux_loss.dim():
+            return output
+        from groupwise.policy.experts import balancing_loss  # a mixture of experts alone
+
+        return replace(output, aux_loss=(balance or balancing_loss)(output.aux_loss))
 
     def _supports(self, model: nn.Module) -> bool:
         """Return True if ``model`` takes the layout of the run; installs the attention hook if it is needed.
@@ -131,69 +177,37 @@ class LogprobComputer:
         if self.layout == "forked":
             return forked_layout().cannot_fork(model) is None
         shared = self.layout == "shared_prefix"
-        return self.layout != "padded" and supports_packing(base_model(model), shared=shared)
+        return self.layout in PACKED and supports_packing(base_model(model), shared=shared)
 
     def __call__(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
     ) -> LogprobOutput:
         """Compute log-probs (and entropies) of the completion tokens under ``model``.
 
-        The first call with a layout other than "padded" compares it with the padded layout.
+        The first call compares the layout and the head with the model's own forward on rows alone.
 
         Args:
-            with_aux_loss: also return the balancing loss; only with the padded layout.
+            with_aux_loss: also return the balancing loss.
 
         Returns:
             log-probs and entropies (B, T), float32.
 
         Raises:
-            ConfigError: an explicit layout fails its check.
+            ConfigError: none of the layouts and heads that the settings allow computes the model's log-probs.
         """
         parts = None if batch.contexts is None else model_rows(batch)  # of rollouts of several rows
         batch = batch if parts is None else parts.rows
-        can_pack, with_images = self._supports(model), has_images(batch.images)
-        if can_pack and not (self.checked and (self.checked_images or not with_images)):
-            self._check(model, batch)
+        with_images = has_images(batch.images)
+        if not (self.checked and (self.checked_images or not with_images)):
+            from groupwise.policy.layouts.check import choose_way  # once in a run
+
+            choose_way(self, model, batch)
             # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
-            self.checked, self.checked_images = True, with_images or self.layout == "padded"
-        if self.layout == "padded" or not can_pack:
-            output = compute_padded_logprobs(
-                model, batch, self.head, with_entropy=with_entropy, with_aux_loss=with_aux_loss
-            )
-        else:
-            output = self._compute(model, batch, with_entropy=with_entropy, parts=parts)
+            self.checked, self.checked_images = True, with_images or self.layout not in PACKED
+        routing = None if self.replay is None else self.replay.of_batch(batch)
+        options: Any = {"with_entropy": with_entropy, "with_aux_loss": with_aux_loss, "routing": routing}
+        output = self.balanced(self.compute(model, batch, parts=parts, **options), self.balance)
+        if routing is not None and not routing.replays:
+            self.replay.recorded += routing.rows()
+        output = output if routing is None else replace(output, routing=routing)
         return output if parts is None else parts.join(output)
-
-    def _check(self, model: nn.Module, batch: TokenBatch) -> None:
-        """Compare the layout with the padded layout on a few rows; fall back to it, or raise ConfigError."""
-        from groupwise.policy.layouts.check import check_layout  # once in a run
-
-        cause: Exception | None = None
-        dtype = self.mixed_precision or next(model.parameters()).dtype
-
-        def compute(model: nn.Module, rows: TokenBatch) -> torch.Tensor:
-            return self._compute(model, rows, with_entropy=False).logps_BT
-
-        try:
-            check = check_layout(model, batch, self.head, compute, dtype=dtype, sharded=self.sharded)
-            passed, message = check.passed, f"does not reproduce this model's log-probs: {check}"
-        except Exception as error:  # the layout's forward of an unknown model, in any way
-            if isinstance(error, ConfigError) or (
-                isinstance(error, RuntimeError) and is_out_of_memory(error)
-            ):
-                raise
-            passed, message, cause = False, f"cannot be checked: {type(error).__name__}: {error}", error
-        # Images of other ranks may come earlier than the first ones here: no collective then.
-        if passed if self.checked else not self.any_rank(not passed):
-            return
-        message = f"{self.layout!r} {'fails its check on another rank' if passed else message}"
-        if self.varlen:
-            logger.warning("varlen attention of sequence_layout=%s; attention is computed in blocks", message)
-            self.varlen, self.paths[2:] = False, [FastPath("attention", "blocks", message, True)]
-            return self._check(model, batch)
-        if self.explicit or self.checked:
-            auto = "" if self.checked else ", or 'auto', which falls back to it with a warning"
-            raise ConfigError(f"sequence_layout={message}; use 'padded'{auto}") from cause
-        logger.warning("sequence_layout=%s; using sequence_layout='padded'", message)
-        self.layout, self.paths[0] = "padded", FastPath("layout", "padded", message, True)
-        self.fell_back = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -13,9 +14,15 @@ from groupwise.core.metrics import Metrics
 from groupwise.records.images import ImageInputs
 from groupwise.records.sampling_mask import SamplingMask
 
+#: Experts of the tokens of a prompt and of a completion (tokens, routers, K), in host memory; uint8 up to 256
+#: experts. Later tokens of the completion have none recorded. Rows of a group share that of their prompt.
+RoutedExperts = tuple[torch.Tensor, torch.Tensor]
+
 #: A dataset row: ``prompt`` and the columns that reward functions receive.
 Row = dict[str, Any]
 Mode = Literal["train", "eval"]
+#: Start and end of consecutive tokens, such as a turn of the policy.
+Span = tuple[int, int]
 
 
 def copied(value: Any) -> Any:
@@ -23,6 +30,12 @@ def copied(value: Any) -> Any:
     if type(value) is list:
         return [copied(entry) for entry in value]
     return {key: copied(entry) for key, entry in value.items()} if type(value) is dict else value
+
+
+def runs_of_ones(mask: Sequence[int]) -> tuple[Span, ...]:
+    """Return the spans of ones: [1, 1, 0, 1] -> (0, 2), (3, 4)."""
+    edges = [i for i, (before, after) in enumerate(pairwise([0, *mask, 0])) if before != after]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,9 @@ class Completion:
     contexts: of a rollout that called the policy on several histories (``rollout_ids``): pairs of an index
         and token ids. The tokens from that index on, up to the next one, follow these ids and not the prompt.
     last_row: start and end in ``token_ids`` of what the last call sampled; None: all tokens.
+    routed_experts: experts that the sampler routed the prompt and the completion to (``router_replay="R3"``).
+    turns: spans in ``token_ids`` of the policy's turns, in the order of time. None: the runs of 1 in
+        ``loss_mask``.
     """
 
     token_ids: list[int]
@@ -59,6 +75,13 @@ class Completion:
     dropped: bool = False
     contexts: tuple[tuple[int, list[int]], ...] = ()
     last_row: tuple[int, int] | None = None
+    routed_experts: RoutedExperts | None = None
+    turns: tuple[Span, ...] | None = None
+
+    @property
+    def turn_spans(self) -> tuple[Span, ...]:
+        """Spans of the policy's turns in the order of time; () without ``turns`` and mask: it is one turn."""
+        return runs_of_ones(self.loss_mask or ()) if self.turns is None else self.turns
 
     @property
     def reward_ids(self) -> list[int]:
@@ -234,11 +257,6 @@ class RolloutBatch:
 StepRewards = Sequence[Sequence[tuple[int, float]]]
 
 
-def step_sum(steps: Sequence[tuple[int, float]]) -> float:
-    """Sum the step rewards of a completion; NaN without steps."""
-    return math.fsum(r for _, r in steps) if steps else math.nan
-
-
 @dataclass(frozen=True)
 class GroupRewards:
     """Rewards of all ranks; the G completions of a prompt are adjacent.
@@ -249,6 +267,8 @@ class GroupRewards:
     step_rewards: step rewards of process-supervised functions by column, which is NaN in ``rewards_NF``.
     num_tokens: T, width of a token-wise advantage.
     penalty_N: subtracted from the aggregated reward of each completion (KL in the reward); None: no penalty.
+    turns: spans of the policy's turns in the order of time, N entries; () where there are no steps, or one
+        turn. Step rewards of several turns are credited in this order.
     """
 
     rewards_NF: torch.Tensor
@@ -257,6 +277,7 @@ class GroupRewards:
     step_rewards: dict[int, StepRewards] = field(default_factory=dict)
     num_tokens: int = 0
     penalty_N: torch.Tensor | None = None
+    turns: Sequence[Sequence[Span]] = ()
 
     def with_step_sums(self) -> GroupRewards:
         """Return outcome rewards alone: a completion's step rewards are their sum, NaN without steps.
@@ -265,8 +286,8 @@ class GroupRewards:
         """
         rewards_NF = self.rewards_NF.clone()  # (N, F); the caller keeps its NaN columns
         for column, steps_N in self.step_rewards.items():
-            # (N,), NaN without steps.
-            rewards_NF[:, column] = torch.tensor([step_sum(steps) for steps in steps_N]).to(rewards_NF)
+            sums = [math.fsum(r for _, r in steps) if steps else math.nan for steps in steps_N]
+            rewards_NF[:, column] = torch.tensor(sums).to(rewards_NF)  # (N,), NaN without steps
         return replace(self, rewards_NF=rewards_NF, step_rewards={})
 
     def steps_vary(self) -> torch.Tensor:
@@ -319,6 +340,7 @@ class RewardBatch(GroupRewards):
             self,
             rewards_NF=self.rewards_NF[list(rows)],
             step_rewards=_select(self.step_rewards, rows),
+            turns=[self.turns[row] for row in rows] if self.turns else (),
             local=slice(0, len(rows)),
             columns=_select(self.columns, rows),
         )
@@ -331,6 +353,7 @@ class RewardBatch(GroupRewards):
             parts[-1],
             rewards_NF=torch.cat([part.rewards_NF for part in parts]),
             step_rewards=_concatenate([part.step_rewards for part in parts], lengths, fill=()),
+            turns=[t for part, n in zip(parts, lengths, strict=True) for t in part.turns or [()] * n],
             num_tokens=max(part.num_tokens for part in parts),
             local=slice(0, sum(lengths)),
             columns=_concatenate([part.columns for part in parts], lengths),

@@ -35,8 +35,9 @@ class NotSaved:
 def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = None) -> Any:
     """Copy tensors, containers and records to the host, in the form that ``torch.save`` writes.
 
-    A tensor is copied without the storage that it is a view of. A record that occurs several times stays one
-    object, as the image inputs of a group. Fields with ``saved=False`` in their metadata get their default.
+    A tensor is copied without the storage that it is a view of. A record or tensor that occurs several times
+    stays one object, as the image inputs of a group. Fields with ``saved=False`` in their metadata get their
+    default.
 
     Args:
         name: expression of ``value``, for the message.
@@ -48,7 +49,9 @@ def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = N
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        if id(value) not in known:
+            known[id(value)] = value.detach().to("cpu", copy=True)
+        return known[id(value)]
     if isinstance(value, np.generic):
         return host_copy(value.item(), name)
     if isinstance(value, NotSaved):

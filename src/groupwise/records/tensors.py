@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from groupwise.compat.trl import WithoutKeys
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.records.images import ImageInputs
-from groupwise.records.rollout import SamplerSettings
+from groupwise.records.rollout import RoutedExperts, SamplerSettings
 from groupwise.records.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class TokenBatch(WithoutKeys):
     contexts: per row, where its tokens follow other ids than the prompt (``Completion.contexts``); None: no
         row has such tokens.
     dropped_B: True for a dropped completion, which counts in no normalizer; None: no row is dropped.
+    routed_experts: per row, experts to which a log-prob pass routes its tokens (``router_replay``), in host
+        memory; a row of None, and None for all rows: the model's own choice.
     """
 
     prompt_ids_BL: torch.Tensor = field(metadata=_PROMPT)
@@ -96,6 +98,7 @@ class TokenBatch(WithoutKeys):
         default=None, metadata=_LIST
     )
     dropped_B: torch.Tensor | None = field(default=None, metadata=_FLAG)
+    routed_experts: tuple[RoutedExperts | None, ...] | None = field(default=None, metadata=_LIST)
 
     def __len__(self) -> int:
         return self.completion_ids_BT.shape[0]
@@ -273,7 +276,9 @@ class Experience(TokenBatch):
     def from_tokens(cls, tokens: TokenBatch, advantages: torch.Tensor, logps: OldAndRefLogps) -> Experience:
         """Add advantages, (B,) or (B, T'), and log-probs to tokens."""
         advantages_BX = align_advantages(advantages, tokens).to(tokens.loss_mask_BT.device)
-        return cls(**{**vars(tokens), **logps._asdict()}, advantages_BX=advantages_BX)
+        routed = logps.routed_experts or tokens.routed_experts
+        values = {**vars(tokens), **logps._asdict(), "routed_experts": routed}
+        return cls(**values, advantages_BX=advantages_BX)
 
 
 def align_advantages(advantages: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
@@ -289,10 +294,12 @@ class OldAndRefLogps(NamedTuple):
 
     old_logps_BT: under the behaviour policy; NaN where that is the current policy.
     ref_logps_BT: under the reference model; None without one.
+    routed_experts: per row, the routing of the pass for old log-probs, if the loss replays it.
     """
 
     old_logps_BT: torch.Tensor
     ref_logps_BT: torch.Tensor | None
+    routed_experts: tuple[RoutedExperts | None, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,11 +354,13 @@ class LogprobOutput:
     logps_BT: float32.
     entropy_BT: float32 entropy of each token's distribution, in nats; None unless requested.
     aux_loss: balancing loss of a mixture-of-experts model, a scalar; None unless requested.
+    routing: ``BatchRouting`` of a pass that replays or records experts.
     """
 
     logps_BT: torch.Tensor
     entropy_BT: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
+    routing: Any = None
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def report_completions(
             write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
         log_completions(rows, table, kind, step, args.report_to or [])
         if args.log_completions_hub_repo:
-            push_folder(folder, args.log_completions_hub_repo, mode, args.hub_token, args.hub_private_repo)
+            api, repo = _api(), args.log_completions_hub_repo
+            api.run_as_future(_push, api, folder, repo, mode, args.hub_token, args.hub_private_repo)
 
 
 def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
@@ -201,18 +202,12 @@ def _api() -> HfApi:
     return HfApi()
 
 
-def push_folder(folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
-    """Upload the parquet files of ``folder`` in the background to the directory ``mode`` of a dataset.
+def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
+    """Upload the parquet files of ``folder`` to the directory ``mode`` of a dataset; errors are warnings.
 
     Each call uploads the whole folder: the Hub skips files that it already has, and files missed by a failed
-    upload are included in the next one. The interpreter waits for pending uploads at exit. Errors are logged
-    as warnings.
+    upload are included in the next one. The interpreter waits for pending uploads at exit.
     """
-    api = _api()
-    api.run_as_future(_push, api, folder, repo, mode, token, private)
-
-
-def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
     try:
         api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True, token=token)
         api.upload_folder(

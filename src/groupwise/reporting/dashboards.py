@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from groupwise.reporting.table import CompletionRow, PlainMessage, Table, utf8_safe
+from groupwise.reporting.table import CompletionRow, PlainMessage, Table
+from groupwise.tokenization.text import replace_surrogates
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,8 @@ def _traces(trackio: ModuleType, rows: Sequence[CompletionRow], table: Table) ->
             metadata["images"] = _images(trackio, row)
         answer = _messages(row["completion"], "assistant")
         messages = [*_messages(row["prompt"], "user"), *answer]
-        traces.append(
-            trackio.Trace(utf8_safe(messages), metadata=metadata, spans=utf8_safe(tool_spans(answer)))
-        )
+        messages, spans = replace_surrogates((messages, tool_spans(answer)))
+        traces.append(trackio.Trace(messages, metadata=metadata, spans=spans))
     return traces
 
 

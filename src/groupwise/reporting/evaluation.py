@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.errors import RewardError, boundary
 from groupwise.records import RewardBatch, RolloutBatch, Row, copied
-from groupwise.reporting.metrics import checked_metrics
+from groupwise.reporting.metrics import checked_metrics, first_values
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class EvaluatedCompletion:
     answer: vote of maj@k.
     sample: completion, dataset row and prompt, for ``compute_metrics``; None without it, and of a failed
         rollout.
+    value: of the column ``metrics_by``; "" without one.
     """
 
     position: tuple[int, int]
@@ -53,6 +55,7 @@ class EvaluatedCompletion:
     rewards: list[float]
     answer: str | None
     sample: tuple[Any, Row, Any] | None = None
+    value: str = ""
 
 
 @dataclass
@@ -76,8 +79,9 @@ class EvaluationMetrics:
         rewards: RewardBatch,
         config: GRPOConfig,
         compute_metrics: ComputeMetrics | None = None,
+        column: str = "",
     ) -> None:
-        """Store this rank's valid completions of a batch; padding rows are skipped."""
+        """Store this rank's valid completions of a batch, without padding, and their values of ``column``."""
         if not config.eval_pass_at_k and compute_metrics is None:
             return
         sums = rewards.with_step_sums()
@@ -94,6 +98,7 @@ class EvaluationMetrics:
                     sample=None
                     if compute_metrics is None or rollouts.completions[index].dropped
                     else (rollouts.texts[index], rollouts.rows[index], rollouts.prompts[index]),
+                    value="" if (value := rollouts.rows[index].get(column)) is None else str(value),
                 )
             )
         # Replaced, not changed in place: a failed evaluation is rolled back.
@@ -128,7 +133,7 @@ class EvaluationMetrics:
         groups = [completions[i : i + size] for i in range(0, len(completions), size)]
         values = prompt_values(groups, config.eval_pass_at_k, config.eval_pass_threshold, functions)
         digest = hashlib.sha256("\0".join(group[0].prompt for group in groups).encode()).hexdigest()
-        metrics = _summary(values)
+        metrics = _summary(values) | _means_by_value(values, [group[0].value for group in groups])
         first_digest, first_values = self.first.get(name, (digest, values))
         self.first = {**self.first, name: (first_digest, first_values)}
         if first_digest != digest:
@@ -211,6 +216,16 @@ def _summary(values: PromptValues) -> dict[str, float]:
         metrics[name] = mean
         metrics[f"{name}_ci95"] = interval
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _means_by_value(values: PromptValues, value_of: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each metric over the prompts of each value, ``<metric>/<value>``."""
+    shown, found = first_values({*value_of} - {""}), dict[str, list[float]]()
+    for metric, by_prompt in values.items():
+        for number, value in zip(by_prompt, value_of, strict=True):
+            if value and not math.isnan(number):
+                found.setdefault(f"{metric}/{value if value in shown else 'other'}", []).append(number)
+    return {name: fmean(numbers) for name, numbers in found.items()}
 
 
 def _gains(values: PromptValues, first: PromptValues, look: int) -> dict[str, float]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.advantages import has_variance, nan_std, total_rewards, turn_of
 from groupwise.core.metrics import (
     Max,
     Mean,
@@ -23,10 +27,16 @@ from groupwise.core.metrics import (
     detach_metrics,
     merge_metrics,
 )
-from groupwise.errors import as_number, checked_entries
-from groupwise.records import RolloutBatch
+from groupwise.errors import as_number, checked_entries, warn_once
+from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records.rollout import GroupRewards
 from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
+
+logger = logging.getLogger(__name__)
+
+#: Between a metric and the value of ``metrics_by`` that it is of, until it is logged as ``<metric>/<value>``.
+BY = "\0"
 
 #: Metrics that are summed over the whole run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
@@ -35,7 +45,7 @@ RUNNING_TOTALS = frozenset({"num_tokens"})
 _TRAINER_METRICS = re.compile(
     r"loss|grad_norm|learning_rate|epoch|step|total_flos|num_input_tokens_seen|model_preparation_time"
     r"|train_loss|(train_)?(runtime|samples_per_second|steps_per_second)"
-    r"|reward|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|steps|errors)"
+    r"|reward|reward/(turn_[1-8]|later_turns)|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|steps|errors)"
     r"|(rewards/.+/)?(pass|maj|avg)@\d+(_gain)?(_ci95|_low|_high)?"
     r"|completions/(mean|min|max)_(terminated_)?length|completions/clipped_ratio|num_tokens"
     r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|memory/(generate|reward|sync|logprobs|train)|step_time|tokens_per_second|mfu"
@@ -45,6 +55,8 @@ _TRAINER_METRICS = re.compile(
     r"|tools/(call|failure|fork)_frequency|rollouts/(retry_frequency|dropped_share|dropped_groups)"
     r"|rollouts/(rows|computed_share)"
     r"|dynamic_sampling/(rounds|unfilled_share|discarded_share)"
+    r"|prompts/(skipped_share|never_sampled|solve_rate)"
+    r"|routing/(differing_share|differing_tokens|replayed_share)"
     r"|skipped_share|padding_share|layout_fell_back|staleness(/max)?"
 )
 
@@ -71,6 +83,7 @@ class MetricBuffer:
         self.metrics: Metrics = {}
         self.rows: list[CompletionRow] = []
         self.timer = StepTimer()
+        self.values: list[str] = []  # of metrics_by, in the logs so far
 
     def phase(self, name: str, *, wait: bool = True) -> AbstractContextManager[None]:
         """Measure a block as ``time/<name>``; see :meth:`StepTimer.measure`."""
@@ -128,16 +141,30 @@ class MetricBuffer:
         rows = [row for _, part in parts for row in part]
         self.metrics = {name: kept for name, kept in self.metrics.items() if name in RUNNING_TOTALS}
         self.rows = []
-        values = {name: reduction.value() for name, reduction in merged.items()}
+        values = {name: reduction.value() for name, reduction in self._by_value(merged).items()}
         return {name: value for name, value in values.items() if math.isfinite(value)}, rows
 
+    def _by_value(self, merged: Metrics) -> Metrics:
+        """Return the metrics under the names of the log; those of further values are joined in ``other``."""
+        own = {name: reduction for name, reduction in merged.items() if BY not in name}
+        parts = [(name.partition(BY), reduction) for name, reduction in merged.items() if BY in name]
+        self.values = first_values((value for (_, _, value), _ in parts), self.values)
+        named = merge_metrics(
+            {f"{name}/{value if value in self.values else 'other'}": reduction}
+            for (name, _, value), reduction in parts
+        )
+        for name in own.keys() & named.keys():
+            warn_once(logger, "the metric %r of user code is replaced by that of metrics_by", name)
+        return {**own, **named}
+
     def snapshot(self) -> dict[str, Any]:
-        """Return metrics and rows; both are replaced, never changed in place."""
-        return {"metrics": self.metrics, "rows": self.rows}
+        """Return metrics, rows and values; they are replaced, never changed in place."""
+        return {"metrics": self.metrics, "rows": self.rows, "values": self.values}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot."""
         self.metrics, self.rows = snapshot["metrics"], snapshot["rows"]
+        self.values = snapshot.get("values", [])
 
     def merge(self, snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -> dict[str, Any]:
         """Return what all ranks have recorded, on the first rank: the next log merges ranks."""
@@ -145,7 +172,13 @@ class MetricBuffer:
         return {
             "metrics": merge_metrics(part["metrics"] for part in own),
             "rows": [row for part in own for row in part["rows"]],
+            "values": snapshots[0].get("values", []),  # alike on all ranks
         }
+
+
+def first_values(values: Iterable[str], known: Sequence[str] = (), most: int = 32) -> list[str]:
+    """Return the values with metrics of their own: those of earlier logs, then the others in order."""
+    return [*known, *sorted({*values} - {*known})][:most]
 
 
 def taken_metric(name: str) -> str:
@@ -192,3 +225,87 @@ def rollout_metrics(rollouts: RolloutBatch, step: int) -> Metrics:
         metrics["staleness"] = Mean(float(sum(behind)), float(len(behind)))
         metrics["staleness/max"] = Max(float(max(behind)))
     return {**metrics, **rollouts.metrics}
+
+
+_NAMED_TURNS = 8  # with a metric of their own
+
+
+_BY_VALUE = ("reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio")
+
+
+def reward_metrics(
+    rewards: GroupRewards, names: list[str], aggregation: str = "sum_then_normalize"
+) -> Metrics:
+    """Statistics of the global batch (the same on every rank), weighted by the number of rewards.
+
+    Step rewards count by their sum; a group whose step rewards differ is not one of zero deviation.
+
+    Args:
+        names: names of the reward functions, in the order of their columns.
+        aggregation: combines them into ``reward``, ``reward_std`` and ``frac_reward_zero_std``.
+    """
+    metrics: Metrics = {}
+    sums = rewards.with_step_sums()  # (N, F): step rewards of a completion by their sum
+    for column, name in enumerate(names):
+        values_N = sums.rewards_NF[:, column]
+        scored = (~values_N.isnan()).sum().item()
+        if scored:
+            metrics[f"rewards/{name}/mean"] = Mean(values_N.nansum().item(), scored)
+            metrics[f"rewards/{name}/std"] = Mean(nan_std(values_N, 0).item() * scored, scored)
+        if column in rewards.step_rewards:
+            num_steps = sum(len(steps) for steps in rewards.step_rewards[column])
+            metrics[f"rewards/{name}/steps"] = Mean(num_steps, scored)
+    metrics |= turn_metrics(rewards)
+    total_PG = total_rewards(sums, aggregation).view(-1, rewards.num_generations)  # (N,) -> (P, G)
+    scored = (~total_PG.isnan()).sum().item()
+    if scored:
+        scored_P = ~total_PG.isnan().all(-1)
+        # No advantage, and no gradient of the policy loss: what dynamic_sampling would replace.
+        constant_P = scored_P & ~has_variance(rewards, aggregation)
+        metrics["reward"] = Mean(total_PG.nansum().item(), scored)
+        metrics["reward_std"] = Mean(nan_std(total_PG.flatten(), 0).item() * scored, scored)
+        metrics["frac_reward_zero_std"] = Mean(constant_P.sum().item(), scored_P.sum().item())
+    return metrics
+
+
+def turn_metrics(rewards: GroupRewards) -> Metrics:
+    """Weighted step rewards by turn, means over the completions that have one in it.
+
+    Returns:
+        ``reward/turn_1`` to ``reward/turn_8``, and those of all others as ``reward/later_turns``.
+    """
+    sums: defaultdict[tuple[int, int], float] = defaultdict(float)  # by turn and row
+    for column, steps_N in rewards.step_rewards.items() if rewards.turns else ():
+        weight = rewards.weights_F[column].item()
+        for row, (steps, turns) in enumerate(zip(steps_N, rewards.turns, strict=True)):
+            for end, reward in steps:
+                sums[min(turn_of(end, turns), _NAMED_TURNS), row] += weight * reward
+    metrics = [
+        {f"reward/turn_{turn + 1}" if turn < _NAMED_TURNS else "reward/later_turns": Mean(reward)}
+        for (turn, _), reward in sorted(sums.items())
+    ]
+    return merge_metrics(metrics)
+
+
+def metrics_by_value(
+    rollouts: RolloutBatch, rewards: RewardBatch, column: str, aggregation: str
+) -> dict[str, Reduction]:
+    """Return reward, share of groups without variance, length and truncation for each value of a column.
+
+    A rank counts its own completions, and the groups whose first completion it has; rows without a value are
+    left out. Merged over ranks, every completion and group counts once.
+    """
+    size, first, rows_of = rewards.num_generations, rewards.local.start, dict[str, list[int]]()
+    for row in range(rewards.num_valid):
+        if (value := rollouts.rows[row].get(column)) is not None:
+            rows_of.setdefault(str(value), []).append(row)
+    metrics: Metrics = {}
+    for value, rows in rows_of.items():
+        found = rollout_metrics(rollouts.select(rows), 0)
+        # Ranks of B = 6 rows, G = 4: groups begin in rows 0 and 4 of the first, and in row 2 of the second.
+        begins = [first + row for row in rows if (first + row) % size == 0]
+        if begins:  # the last completions of a group may be on the next rank; its rewards are on all
+            groups = replace(rewards, columns={}).select([n + i for n in begins for i in range(size)])
+            found |= reward_metrics(groups, [], aggregation)
+        metrics |= {name + BY + value: found[name] for name in _BY_VALUE if name in found}
+    return metrics

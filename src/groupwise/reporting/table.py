@@ -11,6 +11,7 @@ import torch
 
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.tokenization.images import prompt_images, row_images, thumbnail
+from groupwise.tokenization.text import replace_surrogates
 
 #: Value of a cell; None is an empty cell.
 Cell = str | int | float | bool | None
@@ -180,8 +181,8 @@ def as_table(rows: Sequence[CompletionRow]) -> Table:
     extra = _columns([row["columns"] for row in rows], taken)
     return {
         "step": [row["step"] for row in rows],
-        "prompt": [utf8_safe(row_text(row["prompt"])) for row in rows],
-        "completion": [utf8_safe(row_text(row["completion"])) for row in rows],
+        "prompt": [replace_surrogates(row_text(row["prompt"])) for row in rows],
+        "completion": [replace_surrogates(row_text(row["completion"])) for row in rows],
         **rewards,
         "advantage": [row["advantage"] for row in rows],
         **extra,
@@ -206,7 +207,7 @@ def message_columns(rows: Sequence[CompletionRow]) -> dict[str, list[list[PlainM
 def _message(message: Any, as_blocks: bool) -> PlainMessage:
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if as_blocks and isinstance(content, str) else content
-    return utf8_safe({**message, "content": blocks})
+    return replace_surrogates({**message, "content": blocks})
 
 
 def _columns(parts: Sequence[Mapping[str, Cell]], taken: set[str]) -> Table:
@@ -216,7 +217,7 @@ def _columns(parts: Sequence[Mapping[str, Cell]], taken: set[str]) -> Table:
         while name in taken:
             name += "_"
         taken.add(name)
-        columns[name] = [utf8_safe(part.get(key)) for part in parts]
+        columns[name] = [replace_surrogates(part.get(key)) for part in parts]
     return columns
 
 
@@ -224,12 +225,3 @@ def reward_columns(table: Iterable[str]) -> list[str]:
     """Return the names of the reward columns of :func:`as_table`."""
     names = list(table)
     return names[names.index("completion") + 1 : names.index("advantage")]
-
-
-def utf8_safe(value: Any) -> Any:
-    """Replace lone surrogates by "?": JSON can carry them into a dataset, but they cannot be encoded."""
-    if isinstance(value, dict):
-        return {key: utf8_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [utf8_safe(item) for item in value]
-    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value

@@ -99,24 +99,23 @@ class LogTable:
         self._header = ""
 
     def lines(
-        self, logs: Logs, step: int, eta: float | None, *, width: int | None = None, encoding: str = "utf-8"
+        self, logs: Logs, step: int, eta: float | None, *, width: int | None = None
     ) -> list[tuple[str, str]]:
         """Return (text, style) of the parts of the next lines: a header where one is due, then the log.
 
         Args:
             eta: seconds until the end of training; None if unknown.
             width: characters of a line; columns that do not fit are left out. None: no limit.
-            encoding: of the output; the sparkline is ASCII where it cannot hold blocks.
         """
         if "reward" in logs:
             self.rewards = [*self.rewards, logs["reward"]][-TREND:]
-        trend = sparkline(self.rewards, encoding)
+        trend = sparkline(self.rewards)
         extra = [Column(name, max(len(name), 7), _number(name), "magenta") for name in self.extra]
         curve = Column(f"last {TREND} logs", -TREND, lambda _: trend, "cyan")
         end = Column("ETA", 8, lambda _: "-" if eta is None else clock(eta), "dim")
         columns = [
             Column("step", 6, lambda _: str(step), "dim"),
-            Column("reward", 13, lambda logs: _encodable(_reward(logs), encoding), "bold"),
+            Column("reward", 13, _reward, "bold"),
             *(curve, *COLUMNS, *extra, end),
         ]
         by_title = {column.title: column for column in COLUMNS}
@@ -138,23 +137,9 @@ def _aligned(text: str, width: int) -> str:
     return text.rjust(width) if width > 0 else text.ljust(-width)
 
 
-def _encodable(text: str, encoding: str) -> str:
-    """Replace the plus-minus sign where the encoding has none."""
-    return text if _can_encode(text, encoding) else text.replace("±", "+-")
-
-
-def _can_encode(text: str, encoding: str) -> bool:
-    try:
-        return bool(text.encode(encoding))
-    except (UnicodeEncodeError, LookupError):
-        return False
-
-
-def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
+def sparkline(values: Sequence[float]) -> str:
     """Return one character per value, from the lowest to the highest of them; all equal: a flat line."""
     flat, marks = "─", "▁▂▃▄▅▆▇█"
-    if not _can_encode(flat + marks, encoding):
-        flat, marks = "-", "_.-=+*%#"
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if low == high:
@@ -248,10 +233,7 @@ class _LogLines(TrainerCallback):
         if "reward" in logs:
             self._warn_of_no_gradient(logs)
             width = shutil.get_terminal_size((WIDTH, 24)).columns if file.isatty() else None
-            encoding = getattr(file, "encoding", None) or "utf-8"
-            parts = self.table.lines(
-                logs, state.global_step, self._eta(state), width=width, encoding=encoding
-            )
+            parts = self.table.lines(logs, state.global_step, self._eta(state), width=width)
             parts.append(("\n", ""))
             if log_completions:
                 self.table = LogTable(self.extra, self.table.rewards)  # a table below separates the lines

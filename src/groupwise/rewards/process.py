@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ConfigError, RewardError, boundary
+from groupwise.errors import ConfigError, boundary
 from groupwise.records import Completion
-from groupwise.rewards.runtime.models import ModelReward, model_title
+from groupwise.records.rollout import Span
+from groupwise.rewards.runtime.models import ModelReward, model_title, reward_name
 from groupwise.tokenization.prompts import Prompt, is_conversational, tokenize_prompt
 from groupwise.tokenization.text import message_text
 
@@ -57,25 +58,9 @@ class ProcessRewardModel:
         if token is not None and not (isinstance(token, str) and token):
             raise ConfigError(f"step_token={token!r} is not allowed; give a text, or None for the separator")
 
-
-def check_step_order(
-    names: Sequence[str], rewards_FB: Sequence[Sequence[object]], completions: Sequence[Completion]
-) -> None:
-    """Check that no token is placed after a step and was sampled before it: a step rewards what precedes it.
-
-    Raises:
-        RewardError: step rewards of a rollout whose last row continues an earlier history than the newest.
-    """
-    for name, rewards_B in zip(names, rewards_FB, strict=False):
-        for row, (reward, completion) in enumerate(zip(rewards_B, completions, strict=True)):
-            _, end = completion.last_row or (0, len(completion.token_ids))
-            if isinstance(reward, list) and reward and end < len(completion.token_ids):
-                raise RewardError(
-                    f"reward function {name!r} returned step rewards for rollout {row}, whose last row "
-                    "continues a history from before a fork: the tokens of the fork would not get them; "
-                    "return one number per rollout, let the last row continue the newest history, or set "
-                    "advantage_baseline='per_token' for rewards of single tokens"
-                )
+    @property
+    def __name__(self) -> str:  # in metrics and messages
+        return reward_name(self.model)
 
 
 def is_process_reward(function: object, trust_remote_code: bool = False) -> bool:
@@ -245,3 +230,42 @@ class StepScorer(ModelReward):
         logits_BSK = logits_BSK.float()
         scores_BS = logits_BSK[..., 0] if logits_BSK.shape[-1] == 1 else logits_BSK.softmax(-1)[..., 1]
         return [scores_S[scored].tolist() for scores_S, (_, scored) in zip(scores_BS, rows, strict=True)]
+
+
+def checked_steps(
+    values: Sequence[Any], completion: Completion, is_reward: Callable[[object], bool]
+) -> tuple[list[tuple[int, float]], str]:
+    """Return the step rewards of a completion, and what is wrong with the first that is none; "": nothing.
+
+    Args:
+        values: pairs (index of the step's last token among those of the last call, reward); or one number or
+            None per turn.
+        is_reward: returns True for a finite number.
+    """
+    turns = completion.turn_spans
+    first, stop = completion.last_row or (0, len(completion.token_ids))  # the function saw these tokens
+    if turns and values and not any(isinstance(entry, (list, tuple)) for entry in values):  # by turn
+        if len(values) != len(turns):
+            return [], f"{len(values)} rewards for {len(turns)} turns"
+        wrong = [
+            f"{reward!r:.80} for turn {number} of {len(turns)}"
+            for number, reward in enumerate(values, start=1)
+            if not (reward is None or is_reward(reward))
+        ]
+        steps = [(end - 1, r) for (_, end), r in zip(turns, values, strict=True) if r is not None and end]
+    else:
+        wrong = [
+            f"step {step!r:.80}"
+            for step in values
+            if not (_is_step(step, first, stop, turns) and is_reward(step[1]))
+        ]
+        steps = [] if wrong else [(first + int(end), reward) for end, reward in values]
+    return ([], wrong[0]) if wrong else ([(end, float(reward)) for end, reward in steps], "")
+
+
+def _is_step(step: object, first: int, stop: int, turns: Sequence[Span]) -> bool:
+    if not isinstance(step, (list, tuple)) or len(step) != 2:
+        return False
+    end = step[0]
+    in_range = isinstance(end, int) and 0 <= end < stop - first
+    return in_range and (not turns or any(start <= first + end < after for start, after in turns))

@@ -58,14 +58,14 @@ class RewardLog:
         self.columns: dict[str, list[Any]] = {}
         self.metrics: list[tuple[str, float]] = []
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        values = list(values)
-        if len(values) != self.num_rows:
-            rows = (
-                f"{self.num_rows} completions; give one for each" if self.num_rows > 1 else "one completion"
-            )
-            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {rows}")
-        self.columns[str(column)] = values
+    def log_extra(self, column: str, values: Sequence[Any], rows: Sequence[int] | None = None) -> None:
+        values, rows = list(values), range(self.num_rows) if rows is None else rows
+        if len(values) != len(rows):
+            given = f"{len(rows)} completions; give one for each" if len(rows) > 1 else "one completion"
+            raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {given}")
+        logged = self.columns.setdefault(str(column), [None] * self.num_rows)
+        for row, value in zip(rows, values, strict=True):  # functions of other sources log the other rows
+            logged[row] = value
 
     def log_metric(self, name: str, value: float) -> None:
         self.metrics += self.check({name: value}, f"log_metric({name!r}, ...)", ValueError).items()

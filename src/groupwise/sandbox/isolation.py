@@ -105,7 +105,7 @@ class _Isolated:
     def __init__(
         self, reward: Callable[..., Any], timeout: float | None, processes: int, on_error: str
     ) -> None:
-        from groupwise.rewards.runtime.calling import reward_name
+        from groupwise.rewards.runtime.models import reward_name
 
         self.__name__ = reward_name(reward)
         self.on_error = on_error

@@ -106,7 +106,8 @@ def render_chat(
     if not ((template_kwargs or {}).get("chat_template") or getattr(processing_class, "chat_template", None)):
         raise ConfigError(
             f"the prompt is a list of messages, but the {kind} has no chat template; set "
-            "processing_class.chat_template, pass the tokenizer of a chat model, or make prompts strings"
+            "processing_class.chat_template (chat_template of a run file), pass the tokenizer of a chat "
+            "model, or make prompts strings"
         )
     options = generation_options(messages, template_kwargs)
     marks: dict[str, str] = {}

@@ -161,7 +161,7 @@ def select_turn_template(
     if with_tools and _NAME not in (render(question, **{tools_variable: [_SCHEMA]}) or ""):
         raise ConfigError(
             "the chat template does not render tool schemas; set a template that does as "
-            "processing_class.chat_template"
+            "processing_class.chat_template (chat_template of a run file)"
         )
     problem = multi_turn_problem(render, with_tools=with_tools)
     if problem is None:
@@ -175,7 +175,7 @@ def select_turn_template(
     raise ConfigError(
         f"the chat template cannot be used for several turns: {problem}; replacements exist for "
         f"{', '.join(f.name for f in TEMPLATE_FAMILIES)}; set a template without this problem as "
-        "processing_class.chat_template"
+        "processing_class.chat_template (chat_template of a run file)"
     )
 
 

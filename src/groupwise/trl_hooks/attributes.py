@@ -13,12 +13,12 @@ import torch
 from transformers import GenerationConfig
 
 from groupwise.compat.trl import SAMPLER_ATTRIBUTES, UnreadAttribute
-from groupwise.config.sampling import SAMPLING_FIELDS
+from groupwise.config.sampling import SAMPLING_FIELDS, json_dict
 from groupwise.core.entropy import EntropyControl
-from groupwise.core.masks import off_policy_keep
+from groupwise.core.ratios import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
 from groupwise.errors import ConfigError, shortened
-from groupwise.generation.base import GenerationBackend, json_dict
+from groupwise.generation.base import GenerationBackend
 from groupwise.tokenization.text import text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
 from groupwise.trl_hooks.state import InputsBuffer

@@ -53,10 +53,23 @@ REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
         "drop rows in _generate_and_score_completions, or use groupwise.GRPOTrainer, whose generate_rollouts "
         "and compute_rewards are called once per round",
     ),
+    **dict.fromkeys(
+        ("prompt_filter", "curriculum"),
+        (
+            None,
+            "chooses prompts by earlier rewards, and TRL reads the next ones before",
+            "override _get_train_sampler, or use groupwise.GRPOTrainer",
+        ),
+    ),
     "rollout_staleness": (
         0,
         "samples completions before their hook is called",
         "use groupwise.GRPOTrainer, whose compute_rewards receives completions that were sampled ahead",
+    ),
+    "router_aux_loss_scope": (
+        "micro_batch",
+        "computes the loss of a micro-batch before the next one is known",
+        "use groupwise.GRPOTrainer, which has all micro-batches of an update",
     ),
     "rollout_on_error": (
         "raise",
@@ -127,16 +140,17 @@ def refuse_resampling() -> NoReturn:
     )
 
 
-def check_settings(args: GRPOConfig, processing_class: Any) -> None:
+def check_settings(args: GRPOConfig, processing_class: Any, curriculum: object = None) -> None:
     """Refuse settings that change the step in a way that TRL's hooks cannot express.
 
     Raises:
         ConfigError: with the counterpart.
     """
     for name, (default, reason, counterpart) in REFUSED_SETTINGS.items():
-        if getattr(args, name) != default:
+        value = getattr(args, name, curriculum)
+        if value != default:
             raise ConfigError(
-                f"{name}={getattr(args, name)!r} {reason}, so groupwise.trl_hooks does not support it; set "
+                f"{name}={value!r} {reason}, so groupwise.trl_hooks does not support it; set "
                 f"{name}={default!r}, or {counterpart}"
             )
     if args.use_liger_kernel and args.device.type != "cuda":

@@ -16,20 +16,18 @@ from torch import nn
 
 from groupwise import trainer as pipeline
 from groupwise.config.sampling import sampler_settings
-from groupwise.core.masks import entropy_threshold
+from groupwise.core.entropy import entropy_threshold
 from groupwise.core.metrics import Mean, masked_mean
 from groupwise.core.objectives import OBJECTIVES, correction
 from groupwise.core.weights import NORMALIZERS, WindowCounts
 from groupwise.data.evaluation import num_valid_rows
 from groupwise.data.loaders import GenerationBatches
 from groupwise.distributed import rows_of_rank
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, RewardError, check_counts
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.hf.arguments import check_methods, is_overridden
 from groupwise.hf.base import BaseTrainer
-from groupwise.mixins.reward import reward_metrics
-from groupwise.mixins.rollout import check_counts
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import (
     Completion,
@@ -44,7 +42,7 @@ from groupwise.records import (
     TokenBatch,
 )
 from groupwise.records.fast_paths import FastPath
-from groupwise.reporting.metrics import rollout_metrics
+from groupwise.reporting.metrics import reward_metrics, rollout_metrics
 from groupwise.tokenization.images import insert_images
 from groupwise.tokenization.text import is_truncated
 from groupwise.trl_hooks.attributes import TrlAttributes
@@ -122,7 +120,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             # The completions of TRL on the same seed, unless the user chooses groupwise's decoding loop.
             self.backend.stock_decoding = self.args.cache_implementation != "auto"
         self.backend.generator = None  # as TRL: samples, shuffles and seeds of loaders share the global one
-        check_settings(self.args, self.processing_class)
+        check_settings(self.args, self.processing_class, self.curriculum)
         self.check_overrides()  # again: now it is known whether there are tools
         #: Columns of the completions table, the newest generation batch; hooks may extend them.
         self._logs = make_logs(self.args.generation_batch_size)
@@ -148,6 +146,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         has_tools = getattr(self, "agents", None) is not None  # unknown before the trainer is built
         refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
         check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
+        if (args := getattr(self, "args", None)) is not None and args.router_replay != "disabled":
+            raise ConfigError(
+                f"router_replay={args.router_replay!r}: the hooks of TRL receive token ids without recorded "
+                "experts; use groupwise.GRPOTrainer, or 'disabled'"
+            )
 
     def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
@@ -540,7 +543,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         if training:
             self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         else:
-            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics)
+            self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics, self.metrics_column)
         # TRL's rule for old log-probs, in training and in evaluation.
         on_policy = self.args.trains_on_policy
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)

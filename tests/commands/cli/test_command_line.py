@@ -11,12 +11,14 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import tomllib
 from support.saved_runs import files
 from support.workers.launch import EXTRAS, run, without_extras
+from transformers import AutoTokenizer
 
 from groupwise.commands.cli import COMMANDS, main
 from groupwise.commands.cli.run_file import read_run
@@ -265,7 +267,9 @@ def test_env_names_versions(capsys):
 
     assert main(["env"]) == 0
     shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
-    assert shown["torch"].strip() == torch.__version__
+    # That of the distribution, which may lack the "+cu130" of torch.__version__; CUDA has its own line.
+    assert shown["torch"].strip() == version("torch")
+    assert shown["CUDA of torch"].strip() == str(torch.version.cuda)
     assert {"groupwise", "transformers", "python", "processor cores", "memory", "bfloat16"} <= set(shown)
 
 
@@ -394,3 +398,75 @@ def test_tables_of_completions_are_printed_below_the_line_of_their_log(run_file,
     order = ["".join(filter(None, match.groups())) for match in found if match]
     steps = [("step", f"{n}", f"completions{n}", f"eval{n}", f"completions_eval{n}") for n in (1, 2)]
     assert order == [*steps[0], *steps[1]]
+
+
+def test_datasets_of_trl_are_concatenated_by_their_fractions(tmp_path):
+    from groupwise.commands.cli.run_file import RunArguments
+
+    for name, count in (("maths", 6), ("code", 3)):
+        rows = [{"prompt": f"{name} {i}", f"of_{name}": i} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    maths, code = ({"path": str(tmp_path / f"{name}.jsonl")} for name in ("maths", "code"))
+    train, evaluated = load_datasets(RunArguments("m", datasets=[maths, code]))
+    assert evaluated is None and train["prompt"][5:7] == ["maths 5", "code 0"] and len(train) == 9
+    assert train["of_code"][5:7] == [None, 0]  # a column that only the other has
+    shares = [{**maths, "fraction": 1}, {**code, "fraction": 3, "columns": ["prompt"]}]
+    assert load_datasets(RunArguments("m", datasets=shares))[0]["prompt"] == [
+        "maths 0",
+        *(f"code {i}" for i in range(3)),
+    ]
+    for entries, message in [
+        ([maths, {"fraction": 1, **code}], r"datasets\[0\] has fraction=None; give all a number"),
+        ([{**maths, "fraction": 0}], "above 0"),
+        ([{**maths, "colums": []}], "'colums'.*columns"),
+        (["maths"], "a mapping with a path"),
+        ([{**maths, "source": "x"}, code], r"datasets\[1\] has no source; give all a source, or none"),
+        ([{**maths, "columns": ["answer"]}], "answer"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            load_datasets(RunArguments("m", datasets=entries))
+    with pytest.raises(ConfigError, match="set eval_dataset"):
+        load_datasets(RunArguments("m", datasets=[maths], eval_split="test"))
+    named = [{**maths, "source": "a"}, {**code, "source": "b"}, {**maths, "source": "a"}]
+    train, _ = load_datasets(RunArguments("m", datasets=named))
+    assert {name: len(rows) for name, rows in train.items()} == {"a": 12, "b": 3}
+
+
+@pytest.mark.slow
+def test_a_run_file_has_sources_their_weights_and_their_rewards(run_file, capsys):
+    for name in ("maths", "code"):
+        Path(f"{name}.jsonl").write_text('{"prompt": "w2 w3"}\n' * 8)
+    datasets = [{"path": f"{name}.jsonl", "source": name} for name in ("maths", "code")]
+    rewards = {"maths": ["my_rewards:even", "think_format_reward"], "code": "my_rewards:even"}
+    given = {"dataset": ..., "datasets": datasets, "dataset_weights": {"maths": 2, "code": 1}}
+    path = run_file(**given, rewards=rewards)
+    assert main(["doctor", "--config", path, "--no_model"]) == 0
+    assert main(["train", "--config", path]) == 0
+    rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert {"reward/maths", "reward/code"} & {name for row in rows for name in row}
+    capsys.readouterr()
+    path = run_file(**given, rewards={"maths": "my_rewards:even", "cod": "my_rewards:even"})
+    assert main(["train", "--config", path]) == 2
+    assert "has 'cod', no source of train_dataset; nearest name: 'code'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_file_names_a_chat_template_which_is_saved_with_the_model(run_file, tiny):
+    template = "{% for m in messages %}w3 {{ m['content'] }} {% endfor %}"
+    Path("mine.jinja").write_text(template)
+    Path("talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "w2"}]}\n' * 8)
+    file = run_file(dataset="talks.jsonl", chat_template="mine.jinja", rewards="my_rewards:even")
+    assert main(["train", "--config", file]) == 0
+    assert AutoTokenizer.from_pretrained("out").chat_template == template
+    assert main(["doctor", "--config", file, "--no_model", "--output_dir", "checked"]) == 0
+    # A tokenizer that has it, by its directory; and one that has none.
+    assert main(["doctor", "--config", file, "--no_model", "--chat_template", "out"]) == 0
+    bare = AutoTokenizer.from_pretrained(tiny)
+    bare.chat_template = None
+    bare.save_pretrained("bare")
+    assert main(["doctor", "--config", file, "--no_model", "--chat_template", "bare"]) == 1
+
+
+def test_a_chat_template_that_is_missing_is_named(run_file, capsys):
+    assert main(["train", "--config", run_file(chat_template="nowhere.jinja")]) == 2
+    assert "chat_template 'nowhere.jinja' (a file, or the hub id" in capsys.readouterr().err

@@ -97,6 +97,32 @@ def test_problems_are_reported(run_file, capfd, monkeypatch, changes, flags, mes
     assert message in shown and "fail" in shown
 
 
+def test_a_server_that_is_not_up_yet_is_not_asked(run_file, capfd):
+    path = run_file(use_vllm=True, vllm_mode="server", vllm_server_port=9)
+    assert main(["doctor", "--config", path, "--no_model", "--no_server"]) == 0
+    assert "was not asked (--no_server)" in " ".join(capfd.readouterr().out.split())
+
+
+def test_the_memory_of_a_device_is_that_of_the_launch(run_file, capfd, monkeypatch):
+    flags = ["--config", run_file(), "--no_model", "--accelerate_config"]
+    assert main(["doctor", *flags, "zero3"]) == 0  # its number of processes is 8
+    shown = " ".join(capfd.readouterr().out.split())
+    assert (
+        "on each of 8 device(s), ZeRO-3: weights" in shown and "bf16=False, fp16=False on this cpu" in shown
+    )
+    assert main(["doctor", *flags, "zero4"]) != 0
+    monkeypatch.setattr("groupwise.commands.cli.doctor.shapes_of_policy", lambda *_: 1 / 0)
+    assert main(["doctor", *flags, "ddp"]) == 0
+    assert "of each device is not computed: division by zero" in " ".join(capfd.readouterr().out.split())
+
+
+def test_heads_that_do_not_divide_over_the_engine_s_gpus_are_reported(run_file, capfd, monkeypatch):
+    monkeypatch.setattr("groupwise.commands.cli.doctor.check_backend", lambda *_, **__: None)  # needs vLLM
+    path = run_file(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=3)
+    assert main(["doctor", "--config", path, "--no_model", "--num_processes", "3"]) == 1
+    assert "vllm_tensor_parallel_size=3 does not divide" in " ".join(capfd.readouterr().out.split())
+
+
 def test_the_report_is_json_and_nothing_else_is_on_stdout(run_file, capfd):
     flags = ["--json", "--no_model"]
     assert (

@@ -18,10 +18,12 @@ COMMAND = ["-m", "groupwise.cli", "train", "--config"]
 
 @pytest.mark.slow
 def test_two_processes_train_one_run(run_file):
-    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    config = run_file(per_device_train_batch_size=2)
-    done = run(*launcher, "--main_process_port", "0", *COMMAND, config, timeout=240)
+    done = run_ranks(*COMMAND, run_file(per_device_train_batch_size=2), timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert_card_of_two_processes()
+
+
+def assert_card_of_two_processes():
     card = Path("out/README.md").read_text()
     assert "| world_size | 2 |" in card and "| generation_batch_size | 4 |" in card
 
@@ -35,43 +37,43 @@ def test_invalid_input_is_reported_by_one_rank(run_file):
     assert "nearest valid: generation_batch_size 24, or num_generations 2 or 4" in done.stderr
 
 
-@pytest.mark.representative("`train` starts its processes")
-@pytest.mark.slow
-@pytest.mark.parametrize("by_name", [True, False])
-def test_train_starts_its_processes(run_file, by_name, tmp_path):
-    config = run_file(per_device_train_batch_size=2)
-    own = tmp_path / "own.yaml"
-    own.write_text(yaml.safe_dump({**yaml.safe_load(CONFIGS["ddp"].read_text()), "num_processes": 2}))
-    launch = (
-        ["--accelerate_config", "ddp", "--num_processes", "2"] if by_name else ["--accelerate_config", own]
-    )
-    done = run(*COMMAND, config, *launch, "--main_process_port", "0", timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    card = Path("out/README.md").read_text()
-    assert "| world_size | 2 |" in card and "| generation_batch_size | 4 |" in card
-    (following,) = [line for line in done.stdout.splitlines() if line.startswith("next:")]
+def assert_next_command_has(launch, shown):
+    (following,) = [line for line in shown.splitlines() if line.startswith("next:")]
     assert all(str(option) in following.split() for option in launch)
 
 
+@pytest.mark.representative("`train` starts its processes")
 @pytest.mark.slow
-def test_train_starts_deepspeed(run_file, tmp_path, monkeypatch):
+def test_train_starts_deepspeed_by_a_file_that_says_of_how_many_processes(run_file, tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    on_cpu = tmp_path / "on_cpu.yaml"
-    on_cpu.write_text(yaml.safe_dump({**yaml.safe_load(CONFIGS["zero3"].read_text()), "use_cpu": True}))
-    launch = ["--accelerate_config", on_cpu, "--num_processes", "2", "--main_process_port", "0"]
+    # Gloo alone: DeepSpeed compiles its communication in shared memory, which takes a minute.
+    (tmp_path / "site").mkdir()
+    without_compiler = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+    (tmp_path / "site" / "sitecustomize.py").write_text(without_compiler)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    own = tmp_path / "own.yaml"
+    settings = {**yaml.safe_load(CONFIGS["zero3"].read_text()), "use_cpu": True, "num_processes": 2}
+    own.write_text(yaml.safe_dump(settings))
+    launch = ["--accelerate_config", own]
     config = run_file(per_device_train_batch_size=2, save_strategy="steps", save_steps=1, max_steps=1)
-    done = run(*COMMAND, config, *launch, timeout=400)
+    done = run(*COMMAND, config, *launch, "--main_process_port", "0", timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     states = Path("out").glob("checkpoint-1/global_step1/zero_pp_rank_*_optim_states.pt")
     assert len([*states]) == 2  # a part of ZeRO's optimizer state from each process
+    assert_card_of_two_processes()
+    assert_next_command_has(launch, done.stdout)
 
 
 @pytest.mark.slow
-def test_train_ends_with_the_exit_code_of_its_processes(run_file):
+def test_train_ends_with_the_exit_code_of_its_processes(run_file, tmp_path, monkeypatch):
+    # They fail before they import anything.
+    (tmp_path / "site").mkdir()
+    fails = 'import os\nif "RANK" in os.environ:\n    os._exit(2)\n'
+    (tmp_path / "site" / "sitecustomize.py").write_text(fails)
+    monkeypatch.syspath_prepend(tmp_path / "site")
     launch = ["--num_processes", "2", "--main-process-port", "0"]  # ddp
-    done = run(*COMMAND, run_file(num_generations=3), *launch, timeout=240)
+    done = run(*COMMAND, run_file(), *launch, timeout=240)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "groupwise [rank 0]: error: GRPOConfig" in done.stderr
     assert "ended with exit code 2" in done.stderr and "ChildFailedError" not in done.stderr
 
 

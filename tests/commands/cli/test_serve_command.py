@@ -13,8 +13,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from groupwise.commands.cli import main, serve
+from groupwise.errors import ConfigError
 from groupwise.generation.vllm import serve as serve_module
 
 
@@ -34,12 +36,15 @@ def shown_command(capsys, *flags: str) -> tuple[list[str], str]:
 def test_the_server_listens_on_this_machine_only_unless_it_has_a_key(capsys, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command, warnings = shown_command(capsys, "--model", "some/model")
-    assert command[command.index("--host") + 1] == "127.0.0.1" and warnings == ""
+    assert command[command.index("--host") + 1] == "127.0.0.1" and "password" not in warnings
     command, warnings = shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", "--port=8001")
     assert command[command.index("--host") + 1] == "0.0.0.0" and "0.0.0.0:8001" in warnings
     for flags, key in ((["--api-key", "k"], ""), (["--api-key=k"], ""), ([], "k")):
         monkeypatch.setenv("VLLM_API_KEY", key)
-        assert shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", *flags)[1] == ""
+        assert (
+            shown_command(capsys, "--model", "some/model", "--host", "0.0.0.0", "--device=cpu", *flags)[1]
+            == ""
+        )
 
 
 def answer_of(path, key=None, *, given=(), method="GET", kind="http"):
@@ -135,3 +140,46 @@ def test_missing_arguments_are_reported(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["vllm-serve", "--model", "m"]) == 2
     assert "vllm is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "sizes"), [(12, 4, [1, 2, 4, 12]), (8, 1, [1, 2, 4, 8]), (6, None, [1, 2, 3, 6])]
+)
+def test_heads_divide_over_the_gpus_of_a_copy(heads, of_keys, sizes):
+    config = LlamaConfig(hidden_size=heads, num_attention_heads=heads, num_key_value_heads=of_keys)
+    for size in range(1, 13):
+        if size in sizes:
+            serve_module.check_tensor_parallel(config, size, "size")
+        else:
+            with pytest.raises(
+                ConfigError, match=f"size={size} does not .*allowed: {', '.join(map(str, sizes))}"
+            ):
+                serve_module.check_tensor_parallel(config, size, "size")
+
+
+def test_experts_divide_over_the_gpus_of_a_copy():
+    config = Qwen3MoeConfig(num_attention_heads=32, num_key_value_heads=4, moe_intermediate_size=36)
+    serve_module.check_tensor_parallel(config, 4, "size")
+    with pytest.raises(ConfigError, match=r"experts of width 36; allowed: 1, 2, 4\."):
+        serve_module.check_tensor_parallel(config, 8, "size")
+    serve_module.check_tensor_parallel(config, 8, "size", splits_experts=False)
+    dense = LlamaConfig(num_attention_heads=32, intermediate_size=36)  # no experts
+    serve_module.check_tensor_parallel(dense, 8, "size")
+
+
+def test_a_size_that_does_not_divide_the_heads_starts_nothing(tmp_path, capsys):
+    LlamaConfig(hidden_size=6, num_attention_heads=6, num_key_value_heads=2).save_pretrained(tmp_path)
+    flags = ["--model", str(tmp_path), "--dry_run", "--tensor_parallel_size"]
+    assert main(["vllm-serve", *flags, "4"]) == 2
+    assert "--tensor_parallel_size=4 does not divide the 6 attention heads" in capsys.readouterr().err
+    assert main(["vllm-serve", *flags, "3"]) == 2  # 2 heads of keys on 3 GPUs
+    assert main(["vllm-serve", *flags, "2"]) == 0
+    assert "--tensor-parallel-size 2" in capsys.readouterr().out
+
+
+def test_a_dry_run_without_a_gpu_names_the_device(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["vllm-serve", "--dry_run", "--model", "some/model"]) == 0
+    assert "no GPU here" in capsys.readouterr().err
+    command, warnings = shown_command(capsys, "--model", "some/model", "--device", "cuda")
+    assert warnings == "" and "nccl" in command[command.index("--weight-transfer-config") + 1]

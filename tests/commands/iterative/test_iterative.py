@@ -104,18 +104,15 @@ def whole(tmp_path_factory):
 
 def labels_and_rewards_that_fail(point: str) -> tuple[Any, Any]:
     """Six prompts are labelled in six calls, one generation batch of one prompt each."""
-    label_at = {"before the first update": 3, "before the last update": 6 + 2}
-    reward_at = {"within the first iteration": 2, "after the first update": 3, "within the last iteration": 4}
+    label_at = {"before the first update": 3}
+    reward_at = {"within the first iteration": 2, "within the last iteration": 4}
     return fails_at(label_at.get(point, 0), has_vowel), fails_at(reward_at.get(point, 0), vowels)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    [
-        *("within the first iteration", "before the first update", "after the first update"),
-        *("within the last iteration", "before the last update"),
-    ],
+    ["within the first iteration", "before the first update", "within the last iteration"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, whole, point):
     label_func, reward = labels_and_rewards_that_fail(point)

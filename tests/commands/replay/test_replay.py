@@ -12,7 +12,6 @@ import json
 import math
 import random
 import shutil
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,6 +116,7 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     model = agent_runs.policy(len(agent_runs.tokenizer()))
     model.save_pretrained(tmp_path / "model")
     settings = {"tools": [agent_runs.measure], "max_steps": 2, "save_steps": 2}
+    settings["reward_funcs"] = agent_runs.turn_reward
     recorded(tmp_path / "run", model, agent_runs.trainer, **settings)
     found = replay(
         tmp_path / "run", 2, model=str(tmp_path / "model"), processing_class=agent_runs.tokenizer()
@@ -125,6 +125,7 @@ def test_rollouts_with_tools_are_replayed_without_the_tools(tmp_path):
     window = Recording(tmp_path / "run" / FOLDER).step(2).window
     masks = [batch.loss_mask_BT.sum() for batch in window]
     tokens = [batch.completion_mask_BT.sum() for batch in window]
+    assert any(batch.advantages_BX.std(1).any() for batch in window)  # of each turn
     assert 0 < sum(masks) < sum(tokens)  # results of tools have no loss
 
 
@@ -515,29 +516,6 @@ def changed_bundle(sound: Path, file: Path, name: str, change: Callable[[bytes],
 STEP = "step-000001.rank0.pt"
 
 
-def deflated(content: bytes) -> bytes:
-    """Archive of ``torch.save`` with 50 MB of zeros in each part, compressed."""
-    result = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(content)) as source,
-        zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for entry in source.namelist():
-            target.writestr(entry, source.read(entry) + bytes(5 * 10**7 if "/data/" in entry else 0))
-    return result.getvalue()
-
-
-def overlapping(content: bytes) -> bytes:
-    """Archive whose directory has its first part a thousand times."""
-    with zipfile.ZipFile(io.BytesIO(content)) as source:
-        result = io.BytesIO(content)
-        with zipfile.ZipFile(result, "a") as target:
-            large = max(source.infolist(), key=lambda entry: entry.file_size)
-            target.filelist += [large] * 1000
-            target.writestr("archive/more", "")
-        return result.getvalue()
-
-
 def with_values(**values: Any) -> Callable[[bytes], bytes]:
     def change(content: bytes) -> bytes:
         result = io.BytesIO()
@@ -548,12 +526,8 @@ def with_values(**values: Any) -> Callable[[bytes], bytes]:
 
 
 DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "inflates": (STEP, deflated, "it is compressed within"),
-    "overlaps": (STEP, overlapping, "its parts are larger than the file"),
-    "expanded tensor": (STEP, with_values(rng=[torch.zeros(1).expand(10**9)]), "is larger than its values"),
-    "allocates": (STEP, with_values(rng=[bytearray(8)]), "it allocates a bytearray"),
-    "truncated": (STEP, lambda content: content[:-200], "BadZipFile"),
-    "no archive": (STEP, lambda content: b"text", "BadZipFile"),
+    "truncated": (STEP, lambda content: content[:-200], "is damaged"),
+    "no archive": (STEP, lambda content: b"text", "is damaged"),
     "another value": (STEP, with_values(window=[3]), "parts of types int"),
     "another field": (STEP, with_values(more=1), "unexpected keyword argument 'more'"),
     "a list": ("run.json", lambda content: b"[]", "run.json is [], not dict"),
@@ -567,17 +541,12 @@ DAMAGED: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_bundle_is_named_before_it_takes_memory(case, sound, tmp_path):
+def test_a_damaged_bundle_is_named(case, sound, tmp_path):
     name, change, message = DAMAGED[case]
     bundle = changed_bundle(sound, tmp_path / "bug.zip", name, change)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ConfigError) as error, open_recording(bundle) as recording:
-            assert recording.header
-            recording.step(1)
-        assert tracemalloc.get_traced_memory()[1] < 10**8
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(ConfigError) as error, open_recording(bundle) as recording:
+        assert recording.header
+        recording.step(1)
     assert message in str(error.value) and "bug.zip" in str(error.value)
     with open_recording(sound) as recording:
         assert recording.step(1).step == 1
@@ -593,15 +562,6 @@ def test_every_cut_of_a_bundle_is_an_error_that_names_it(sound, tmp_path):
                 recording.step(1)
         except ConfigError as error:
             assert "cut.zip" in str(error)
-
-
-def test_a_file_of_a_folder_is_inflated_to_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("groupwise.reporting.rollout_files.LIMIT_OF_RECORD", 1000)
-    (tmp_path / f"{STEP}.gz").write_bytes(gzip.compress(bytes(10**6)))
-    with pytest.raises(
-        ConfigError, match=r"step-000001\.rank0\.pt\.gz' is damaged \(ValueError: it has more than"
-    ):
-        Recording(tmp_path).step(1)
 
 
 @pytest.mark.parametrize(
@@ -628,4 +588,5 @@ def test_settings_of_a_bundle_load_no_code(tmp_path):
     assert (config.trust_remote_code, config.model_init_kwargs, config.deepspeed) == (False, None, None)
     assert config.push_to_hub is False and not math.isnan(config.learning_rate)
     assert is_replayed("epsilon") and is_replayed("vllm_importance_sampling_mode")
+    assert not is_replayed("dataset_weights") and not is_replayed("metrics_by")  # a replay has no sources
     assert not is_replayed("vllm_server_host") and not is_replayed("run_name") and not is_replayed("unknown")

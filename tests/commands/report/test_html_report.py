@@ -368,6 +368,26 @@ def test_a_curve_is_drawn_once_and_constants_are_listed(tmp_path):
 
 @pytest.mark.slow
 @with_browser
+def test_the_sources_of_a_mixture_are_lines_of_one_chart(tmp_path):
+    by_source = [
+        {
+            **log,
+            "reward/maths": log["reward"],
+            "reward/code": 1 - log["reward"],
+            "eval_pass@1/maths": log["reward"] / 2,
+        }
+        for log in LOGS
+    ]
+    report = write_report([save_run(tmp_path / "run", by_source, {}, ROWS)], tmp_path / "report.html")
+    page, _, console = opened(report, tmp_path)
+    titles = [title.split("by step")[0].strip() for title in page["titles"]]
+    assert [title for title in titles if "source" in title] == ["eval_pass@1 by source", "reward by source"]
+    assert "By source" in page["headings"] and console == "" and page["charts"] == len(titles)
+    assert not {"reward/maths", "reward/code"} & {*titles, *page["terms"]}
+
+
+@pytest.mark.slow
+@with_browser
 def test_a_click_on_a_step_opens_its_groups_and_cursors_move_together(tmp_path):
     logs = [log | {"entropy": 1e-7 * log["reward"], "custom/words": -54321.5 * log["reward"]} for log in LOGS]
     page, _, console = opened(

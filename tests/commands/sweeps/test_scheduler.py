@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ from support.sweep_runs import assert_equal, config, history
 from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
-from groupwise.commands.sweeps.commands import SavedClone, read_clones, write_clones
 from groupwise.cpu.multinomial import unchecked_multinomial
 from groupwise.generation import decoding
-from groupwise.reporting.metrics_file import read_metrics
 
 #: Configurations that differ in everything that a run may choose.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,10 +72,9 @@ def alone(directory: Path, name: str, **changes: Any) -> GRPOTrainer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("plain", "hot"), tuple(SETTINGS)], ids=["two", "four"])
-def test_each_history_is_that_of_the_run_alone(names, tmp_path):
-    found = sweep(tmp_path, names).run()
-    for name in names:
+def test_each_history_is_that_of_the_run_alone(tmp_path):
+    found = sweep(tmp_path, SETTINGS).run()
+    for name in SETTINGS:
         solo = alone(tmp_path, name)
         solo.train()
         assert found[name].status == "finished" and found[name].state.global_step == 4
@@ -88,11 +84,12 @@ def test_each_history_is_that_of_the_run_alone(names, tmp_path):
 @pytest.mark.slow
 def test_a_sweep_resumes_from_the_checkpoints_of_its_runs(tmp_path):
     saved = {"save_strategy": "steps", "save_steps": 1}
-    sweep(tmp_path, SETTINGS, changes={**saved, "max_steps": 2, "lr_scheduler_type": "constant"}).run()
-    found = sweep(tmp_path, SETTINGS, changes={**saved, "lr_scheduler_type": "constant"}).run(
+    names = "masked", "late"
+    sweep(tmp_path, names, changes={**saved, "max_steps": 2, "lr_scheduler_type": "constant"}).run()
+    found = sweep(tmp_path, names, changes={**saved, "lr_scheduler_type": "constant"}).run(
         resume_from_checkpoint=True
     )
-    for name in SETTINGS:
+    for name in names:
         solo = alone(tmp_path, name, lr_scheduler_type="constant")
         solo.train()
         assert found[name].state.global_step == 4
@@ -362,37 +359,28 @@ def test_clones_that_are_refused(name, new_name, changes, message, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_clone_continues_in_a_sweep_that_is_resumed(tmp_path, caplog):
+def test_a_clone_continues_as_a_run_of_a_sweep_that_is_resumed(tmp_path, caplog):
     cloned(tmp_path, at=2, learning_rate=5e-2)
-    assert "which has no effect" not in caplog.text  # the learning rate has one
-    shutil.copytree(tmp_path / "twin", tmp_path / "whole")
-    for run in ("plain", "hot", "twin"):  # as if the sweep had been killed after step 3
-        shutil.rmtree(tmp_path / run / "checkpoint-4", ignore_errors=True)
+    names = ("plain", "hot")
     changes = {"save_strategy": "steps", "save_steps": 100}
-    found = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)
-    twin = found["twin"]
-    assert (twin.status, twin.args.learning_rate, twin.resume_from) == (
-        *("finished", 5e-2),
-        str(tmp_path / "plain" / "checkpoint-2"),
-    )
-    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("twin", "whole"))
-    for log, other in zip(ours[:2], theirs[:2], strict=True):
-        assert (log["step"], log["reward"]) == (other["step"], other["reward"])
-        assert log["learning_rate"] == pytest.approx(other["learning_rate"])
+    of_runs = {name: config(tmp_path / name, **{**SETTINGS[name], **changes}) for name in names}
+    of_runs["twin"] = config(tmp_path / "twin", **{**SETTINGS["plain"], **changes, "learning_rate": 5e-2})
+    own = adapters(names)
+    found = Sweep(
+        policy(),
+        runs.count_reward,
+        of_runs,
+        runs.prompts(),
+        processing_class=runs.tokenizer(),
+        peft_config={**own, "twin": own["plain"]},
+    ).run(resume_from_checkpoint=True)
     # From its own checkpoint, whose optimizer and schedule have the rate already.
-    again = sweep(tmp_path, ("plain", "hot"), changes=changes).run(resume_from_checkpoint=True)["twin"]
-    assert (again.resume_from, again.learning_rate_factor, again.state.global_step) == (True, 1.0, 4)
-    assert "twin" not in sweep(tmp_path, ("plain", "hot"), changes=changes).run()  # another sweep
-    assert read_clones(tmp_path) == {}
-
-
-@pytest.mark.slow
-def test_a_clone_without_any_checkpoint_does_not_continue(tmp_path, caplog):
-    write_clones(tmp_path, {"twin": SavedClone("plain", {"hub_token": "hf_secret"}, str(tmp_path / "gone"))})
-    assert "hf_secret" not in (tmp_path / "_clones.json").read_text()
-    found = sweep(tmp_path, ("plain", "hot")).run(resume_from_checkpoint=True)
-    assert found["twin"].status == "failed" and found["plain"].status == "finished"
-    assert "run 'twin' failed: ConfigError: it has no checkpoint" in caplog.text
+    twin = found["twin"]
+    assert (twin.status, twin.resume_from, twin.learning_rate_factor) == ("finished", True, 1.0)
+    assert twin.state.global_step == 4
+    assert "does not continue" not in caplog.text
+    assert "twin" not in sweep(tmp_path, names, changes=changes).run(resume_from_checkpoint=True)
+    assert f"{tmp_path / 'twin'} does not continue" in caplog.text
 
 
 @pytest.mark.slow
@@ -493,24 +481,6 @@ def test_an_error_of_the_sampler_is_raised_in_the_runs_that_wait(tmp_path, monke
     with pytest.raises(OSError, match="No space"):
         made.run()
     assert {run.error.errno for run in made.runs.values()} == {errno.ENOSPC}
-
-
-@pytest.mark.parametrize(
-    ("content", "continues"),
-    [
-        ("{", []),
-        ("[1, 2]", []),
-        ("\udcff", []),
-        ('{"one": ["plain", {}, null], "two": ["plain"]}', ["one"]),
-        ('{"one": ["plain", {}, null], "two": {"a": 1}, "three": [1, {}, null]}', ["one"]),
-    ],
-)
-def test_damaged_clones_are_named_and_the_others_continue(content, continues, tmp_path, caplog):
-    written = content.encode(errors="surrogateescape")
-    (tmp_path / "_clones.json").write_bytes(written)
-    assert list(read_clones(tmp_path)) == continues
-    assert "is damaged" in caplog.text and (not continues or "clone 'two'" in caplog.text)
-    assert (tmp_path / "_clones-damaged.json").read_bytes() == written
 
 
 @pytest.mark.slow

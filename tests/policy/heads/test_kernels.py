@@ -74,7 +74,7 @@ def test_the_comparisons_pass_with_kernels(where):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **where}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 30
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 20
 
 
 @needs_kernels
@@ -97,8 +97,9 @@ def test_torch_does_the_work_without_triton_and_on_other_devices(monkeypatch):
 @pytest.mark.slow
 @has_triton
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="run rather than only compiled")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("optional", [True, False], ids=["bias_softcap_entropy", "plain"])
+@pytest.mark.parametrize(
+    ("optional", "dtype"), [(True, "bf16"), (False, "fp32")], ids=["bias_softcap_entropy", "plain"]
+)
 def test_the_kernels_compile_without_a_gpu(optional, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
@@ -127,14 +128,19 @@ def test_the_kernels_compile_without_a_gpu(optional, dtype, tmp_path, monkeypatc
 
 @pytest.mark.slow
 @needs_kernels
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("shape", [(1, 17), (37, 131)], ids=str)
-# Without a bias the kernels lack an addition, whatever the dtype.
 @pytest.mark.parametrize(
-    ("dtype", "with_bias"), [(torch.float32, False), *((dtype, True) for dtype in (torch.float32, *LOW))]
+    ("dtype", "with_bias", "shape", "transform"),
+    [
+        # Without a bias the kernels lack an addition, whatever the dtype.
+        (torch.float32, False, (37, 131), "plain"),
+        (torch.float32, True, (37, 131), "softcap"),
+        *((dtype, True, (37, 131), "scale_and_softcap") for dtype in (torch.float32, *LOW)),
+        *((dtype, True, (1, 17), "plain") for dtype in LOW),
+    ],
+    ids=str,
 )
-def test_kernels_are_no_further_from_the_truth_than_dense(dtype, shape, transform, with_bias):
-    n, v = shape
+def test_kernels_are_no_further_from_the_truth_than_dense(dtype, with_bias, shape, transform):
+    (n, v), transform = shape, TRANSFORMS[transform]
     hidden, weight, bias, targets = rows(n, v, 64, dtype, spread=0.3)
     inputs = (hidden, weight, bias if with_bias else None, targets, 0.9, transform)
     expected = outcome_of_truth(*inputs)
@@ -152,7 +158,7 @@ def test_kernels_are_no_further_from_the_truth_than_dense(dtype, shape, transfor
 
 
 @needs_kernels
-@pytest.mark.parametrize("chunks", [(1, 1), (3, 4), (7, 13), (100, 100), (None, None)], ids=str)
+@pytest.mark.parametrize("chunks", [(3, 4), (7, 13), (None, None)], ids=str)
 def test_chunk_size_changes_only_roundings(chunks):
     hidden, weight, bias, targets = rows(dtype=torch.float32)
     options = dict(zip(["chunk_rows", "chunk_columns"], chunks, strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import weakref
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -21,10 +21,11 @@ from support.runs import trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.layouts.check import check_layout, float32_computation, probe_rows
+from groupwise.policy.layouts.check import RowsAlone, float32_computation, probe_rows
 from groupwise.policy.layouts.packed import Block, PackedAttention, compute_packed_logprobs, pack_sequences
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.policy.logprobs import LogprobComputer
@@ -121,18 +122,29 @@ def test_the_checked_rows_have_enough_tokens(length):
         torch.tensor([[0, 50, 51]] * 6), torch.tensor([[0, 1, 1]] * 6), ids, (ids * length > 0).long()
     )
     rows = probe_rows(batch)
-    assert rows.completion_mask_BT.sum(-1).tolist() == [32, 29, 26, 23]
-    kept = min(length, 23)
-    # rows 0, 1, 4 and 5: the first and the last group
-    assert torch.equal(rows.completion_ids_BT[:, :kept], ids[[0, 1, 4, 5], :kept])
+    assert rows.completion_mask_BT.sum(-1).tolist() == [32, 29, 26]
+    kept = min(length, 26)
+    assert torch.equal(rows.completion_ids_BT[:, :kept], ids[[0, 1, 5], :kept])
     used = rows.completion_ids_BT[rows.completion_mask_BT.bool()]
     assert set(used.tolist()) <= {50, 51, *ids.flatten().tolist()}
-    assert len({tuple(row) for row in rows.completion_ids_BT.tolist()}) == (4 if length else 2)
+    assert len({tuple(row) for row in rows.completion_ids_BT.tolist()}) == (3 if length else 2)
 
 
 def test_one_row_is_enough():
     batch = completions(((3, (2,)),))
-    assert probe_rows(batch).completion_mask_BT.sum(-1).tolist() == [32]
+    rows = probe_rows(batch)  # two completions of its prompt, and one of a shorter prompt
+    assert rows.completion_mask_BT.sum(-1).tolist() == [32, 29, 26]
+    assert rows.group_ids_B[0] == rows.group_ids_B[1] != rows.group_ids_B[2]
+
+
+def test_the_checked_rows_are_padded_on_the_left_and_reach_the_length_that_matters():
+    batch = completions(((8, (4, 4, 4)),))  # one prompt: nothing is padded
+    batch = replace(batch, group_ids_B=torch.zeros_like(batch.group_ids_B))
+    lengths = [probe_rows(batch, None, longer).prompt_mask_BL.sum(-1).tolist() for longer in (0, 100)]
+    assert lengths == [[8, 8, 6], [92, 92, 6]]
+    rows = probe_rows(batch, None, 100)
+    assert torch.equal(rows.prompt_ids_BL[0], rows.prompt_ids_BL[1])
+    assert torch.equal(rows.prompt_ids_BL[2, -6:], batch.prompt_ids_BL[0, -6:])
 
 
 # Planted faults: each changes what pack_sequences returns.
@@ -199,7 +211,7 @@ def passes(model, batch, fault=None, *, dtype, shared=True):
             sequences = fault(sequences, prompt)
         return compute_packed_logprobs(model, rows, sequences, HEAD, with_entropy=False).logps_BT
 
-    return check_layout(model, batch, HEAD, compute, dtype=dtype, sharded=False).passed
+    return RowsAlone(model, batch, dtype=dtype, sharded=False).check(compute).passed
 
 
 def compute_shared(model, rows):
@@ -272,7 +284,6 @@ class EmulatedProducts(TorchFunctionMode):
 PRECISIONS = {
     "bfloat16 autocast": (under_autocast, torch.bfloat16),
     "bfloat16 weights": (as_bfloat16, torch.bfloat16),
-    "float16 autocast": (partial(under_autocast, dtype=torch.float16), torch.float16),
 }
 
 
@@ -282,7 +293,7 @@ def test_rounding_of_a_real_model_passes_and_planted_faults_do_not(smollm2, smol
     prepare, dtype = PRECISIONS[precision]
     model = prepare(smollm2())
     with EmulatedProducts():
-        for seed, length in enumerate((1, 8, 64)):
+        for seed, length in enumerate((1, 64)):
             batch = arithmetic(smollm2_path, length, seed)
             assert passes(model, batch, dtype=dtype), (seed, length)
         assert passes(model, batch, dtype=dtype, shared=False)
@@ -306,15 +317,15 @@ def test_bfloat16_keeps_the_layout_of_the_whole_real_model(smollm2, smollm2_path
         assert passes(model, arithmetic(smollm2_path, 8, 0, whole=True), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("dtype", "forwards"), [(torch.bfloat16, 3), (torch.float32, 2)])
+@pytest.mark.parametrize(("dtype", "forwards"), [(torch.bfloat16, 6), (torch.float32, 4)])
 def test_a_sharded_model_is_called_equally_often_whatever_the_rows(dtype, forwards):
     model, calls = build(*RIGHT["llama"]).to(dtype), []
     assert install_attention_hook(model)
     model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     for batch in (completions(), completions(((3, (2,)),))):
         calls.clear()
-        check = check_layout(model, batch, HEAD, compute_shared, dtype=dtype, sharded=True)
-        assert check.passed and check.layout[1] == check.padded[1] == 0
+        check = RowsAlone(model, batch, dtype=dtype, sharded=True).check(compute_shared)
+        assert check.passed and check.layout[1] == check.alone[1] == 0
         assert calls == [False] * forwards  # no gradients: their exchange would be a collective
 
 
@@ -337,7 +348,7 @@ def test_a_model_that_does_not_run_in_float32_is_padded(caplog):
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_check_keeps_no_gradient_of_an_embedding(tied):
     """One tensor of its size at a time: the head's gradient, which nobody reads."""
-    model = build(transformers.LlamaConfig, {"tie_word_embeddings": tied})
+    model = build(transformers.LlamaConfig, {"tie_word_embeddings": tied, "hidden_size": 256})
     model.resize_token_embeddings(40990, mean_resizing=False)
     assert install_attention_hook(model)
     size = model.get_input_embeddings().weight.nbytes
@@ -356,7 +367,7 @@ def test_the_check_keeps_no_gradient_of_an_embedding(tied):
             return made
 
     with Sizes():
-        check_layout(model, completions(), HEAD, compute_shared, dtype=torch.float32, sharded=False)
+        RowsAlone(model, completions(), dtype=torch.float32, sharded=False).check(compute_shared)
     assert most <= 1
 
 
@@ -368,12 +379,12 @@ def test_a_layout_of_the_user_that_fails_its_check_is_an_error(monkeypatch):
     monkeypatch.setattr(PackedAttention, "__call__", broken_kernel)
     model = build(*RIGHT["llama"])
     assert install_attention_hook(model)
-    computer = LogprobComputer("packed", HEAD, explicit=True)
+    computer = LogprobComputer("packed", HEAD, other_layouts=())
     with pytest.raises(ConfigError, match=r"'packed' cannot be checked: .*no kernel image.*'auto'") as raised:
         computer(model, completions(), with_entropy=False)
     assert isinstance(raised.value.__cause__, RuntimeError) and not computer.checked
     monkeypatch.undo()  # an error on every rank, also where the check passes
-    computer = LogprobComputer("packed", HEAD, any_rank=lambda _: True, explicit=True)
+    computer = LogprobComputer("packed", HEAD, any_rank=lambda _: True, other_layouts=())
     with pytest.raises(ConfigError, match="'packed' fails its check on another rank"):
         computer(model, completions(), with_entropy=False)
 
@@ -387,6 +398,7 @@ def test_a_run_names_the_layout_by_its_setting_and_auto_falls_back_in_sight(tmp_
     run.train()
     assert run.state.log_history[0]["layout_fell_back"] == run.state.log_history[1]["layout_fell_back"] == 1
     saved = json.loads((tmp_path / "settings.json").read_text())
-    assert saved["fast_paths"]["layout"]["choice"] == "padded" and saved["settings"]["learning_rate"] == 1e-3
+    other = "forked" if supports_cache_in_checkpoints() else "padded"
+    assert saved["fast_paths"]["layout"]["choice"] == other and saved["settings"]["learning_rate"] == 1e-3
     assert "no kernel image" in saved["fast_paths"]["layout"]["reason"]
     assert saved["fast_paths"]["layout"]["warns"]

@@ -5,10 +5,8 @@ Files: ``policy/layouts/forked.py``.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from support.architectures import (
     IMAGE,
     JAMBA,
-    MAMBA,
     RIGHT,
     STATES,
     VISION,
@@ -37,12 +34,12 @@ from groupwise import GRPOConfig
 from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.data.rebalancing import layout_tokens
 from groupwise.errors import ConfigError
-from groupwise.generation.decoding import decoding_path
+from groupwise.generation.settings import decoding_path
 from groupwise.policy import layout_choice
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.layout_choice import choose_layout
 from groupwise.policy.layouts import forked
-from groupwise.policy.layouts.check import check_layout, probe_rows
+from groupwise.policy.layouts.check import RowsAlone, probe_rows
 from groupwise.policy.layouts.forked import (
     cannot_fork,
     compute_forked_logprobs,
@@ -108,12 +105,14 @@ def test_an_image_is_computed_once_and_its_tower_trained_the_same(name):
 def test_checkpoints_and_adapters_of_a_vision_model_train_the_same(name):
     targets = r".*(q_proj|v_proj|in_proj_qkv|qkv|linear_fc1)"
     adapter = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    # Float32 sums of the delta rule differ by 5e-5 on some processors, by 8e-7 in float64.
+    tolerance = 1e-4 if name == "qwen3_5_vl" else 1.2e-5
     model, batch = get_peft_model(build_vision(name), adapter), completions_of_images(name)
     expected = values_and_gradients(model, batch, alone)
-    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=tolerance)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
+    assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=tolerance)
 
 
 def test_prompts_of_one_text_with_other_images_are_other_prompts():
@@ -146,9 +145,7 @@ def test_images_that_no_pass_has_whole_are_padded():
     assert_equal(values_and_gradients(model, batch, compute), expected, tolerance=1.2e-5)
     # The check of a run leaves them out.
     few = probe_rows(batch, IMAGE)
-    assert [images.end for images in few.images] == [4, 4, 0, 0] and not (
-        few.completion_ids_BT == IMAGE
-    ).any()
+    assert [images.end for images in few.images] == [4, 4, 0] and not (few.completion_ids_BT == IMAGE).any()
     few = probe_rows(batch.select([7, 8]), IMAGE)
     assert few.images is None and IMAGE not in few.completion_ids_BT[1]
 
@@ -157,7 +154,7 @@ def test_images_that_no_pass_has_whole_are_padded():
 def test_towers_in_half_precision_pass_the_check(name):
     """Patches are convolved in two or three dimensions, and one tower ends with attention of torch."""
     model, batch = build_vision(name).to(torch.bfloat16), completions_of_images(name)
-    computer = LogprobComputer("forked", LogprobHead("chunked"), explicit=True)
+    computer = LogprobComputer("forked", LogprobHead("chunked"), other_layouts=())
     computer(model, batch, with_entropy=False)
     assert computer.layout == "forked"
 
@@ -180,12 +177,10 @@ def test_the_check_of_rows_with_images_keeps_the_activations_of_one_padded_row()
 
     model.register_forward_pre_hook(begin)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        check = check_layout(
-            model, batch, LogprobHead("chunked"), compute, dtype=torch.float32, sharded=False
-        )
-    # Four rows alone, then all of them: their sums of log-probs and gradients are the same.
+        check = RowsAlone(model, batch, dtype=torch.float32, sharded=False).check(compute)
+    # Two rows alone, one with another token, then pairs: sums of log-probs and gradients are the same.
     assert check.passed and len(sizes) == 5 and check.layout[0] < 1e-5 and check.layout[1] < 1e-4
-    assert saved[0] < sizes[-1] / 2
+    assert saved[0] < 0.6 * max(sizes)
 
 
 def test_images_are_checked_where_they_come_after_text():
@@ -313,23 +308,6 @@ def test_truncated_distributions_and_the_temperature_are_those_of_each_row():
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-def test_the_table_of_architectures_says_what_auto_takes():
-    lines = (Path(__file__).parents[3] / "docs" / "models.md").read_text().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if re.search(r"\| \de-\d\d \|", line)]
-    # Jamba, padded by the check, Mamba, and Gemma 2, which is not built with every version.
-    assert len(rows) == len({"gemma2", *RIGHT}) + len(STATES) + 2 + len(VISION)
-    assert all(float(difference) <= 2e-6 for _, _, _, difference, *_ in rows)
-    layouts = {name.replace(", sliding window", ""): row[:2] for name, *row in rows}
-    models = [build(*kind) for kind in (*RIGHT.values(), *STATES.values(), MAMBA)]
-    for model in [*models, *map(build_vision, VISION)]:
-        path = choose_layout("auto", model, group_size=4, with_aux_loss=False)
-        loop = decoding_path(model, transformers.GenerationConfig(do_sample=True, use_cache=True)).choice
-        name = re.sub("ForCausalLM|LMHeadModel", "", type(model).__name__)
-        name = name.replace("ForConditionalGeneration", ", images")
-        assert layouts[name] == [f"`{path.choice}`", loop.replace("transformers", "`generate`")]
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_added_passes_change_nothing_and_each_has_a_backward_of_every_module(name):
     """With sharded parameters ranks must gather equally often: in each forward and in its backward."""
@@ -435,11 +413,10 @@ def test_the_first_use_check_finds_a_state_that_is_not_continued(caplog):
 def test_a_run_trains_as_the_padded_one(kind, tmp_path):
     def parameters(layout):
         model = build(*STATES[kind]).eval()
-        coefficient = None if kind == "qwen3_5" else 0.0  # the balancing loss needs the padded layout
         run = trainer(
             tmp_path / layout, model=model, sequence_layout=layout, max_steps=2, beta=0.1,
             num_generations=4, per_device_train_batch_size=8, max_completion_length=6,
-            learning_rate=0.1, optim="sgd", gradient_checkpointing=True, router_aux_loss_coef=coefficient,
+            learning_rate=0.1, optim="sgd", gradient_checkpointing=True,
         )  # fmt: skip
         run.train()
         assert run.logprob_computer.layout == layout.replace("auto", "forked")

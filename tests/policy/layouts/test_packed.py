@@ -12,7 +12,16 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.architectures import GEMMA2, RIGHT, SIZES, UNUSUAL, build, completions, values_and_gradients
+from support.architectures import (
+    GEMMA2,
+    RIGHT,
+    SIZES,
+    UNUSUAL,
+    alone,
+    build,
+    completions,
+    values_and_gradients,
+)
 from support.batches import packed
 from support.runs import trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -161,26 +170,29 @@ def test_the_first_use_check_finds_computation_across_packed_sequences(caplog):
         """Mixes in the previous token, which depends on the order of packed tokens."""
 
         def forward(self, hidden):
-            return hidden + hidden.roll(1, dims=1)
+            return hidden + torch.nn.functional.pad(hidden[:, :-1], (0, 0, 1, 0))
 
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Neighbours())
     assert unsupported(model) is None  # its configuration does not show it
-    computer = LogprobComputer("shared_prefix", LogprobHead("chunked"))
+    computer = LogprobComputer(
+        "shared_prefix", LogprobHead("chunked"), other_layouts=("padded", "equal_length")
+    )
     with caplog.at_level(logging.WARNING):
         scores = computer(model, completions(), with_entropy=False)
-    assert computer.layout == "padded"
+    assert computer.layout == "equal_length"  # in a padded row the first token follows padding
     assert "sequence_layout='shared_prefix' does not reproduce this model's log-probs" in caplog.text
-    padded = compute_padded_logprobs(model, completions(), LogprobHead("chunked"), with_entropy=False)
-    assert torch.equal(scores.logps_BT, padded.logps_BT)
+    expected = alone(model, completions(), LogprobHead("dense"), with_entropy=False)
+    mask_BT = completions().completion_mask_BT
+    torch.testing.assert_close(scores.logps_BT * mask_BT, expected.logps_BT, atol=1e-5, rtol=0)
 
 
 def test_the_first_use_check_finds_a_wrong_gradient():
     class Detached(torch.nn.Module):
-        """Correct values without a gradient, but only for a single row, as in a packed sequence."""
+        """Correct values without a gradient, but only for a long row, as a packed one."""
 
         def forward(self, hidden):
-            return hidden.detach() if hidden.shape[0] == 1 else hidden
+            return hidden.detach() if hidden.shape[1] > 64 else hidden
 
     model = build(*RIGHT["llama"])
     model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Detached())
@@ -190,7 +202,8 @@ def test_the_first_use_check_finds_a_wrong_gradient():
 
 
 def test_every_rank_falls_back_when_one_does():
-    computer = LogprobComputer("packed", LogprobHead("chunked"), any_rank=lambda here: True)
+    answers = iter([True, False])  # of "packed", of "padded"
+    computer = LogprobComputer("packed", LogprobHead("chunked"), any_rank=lambda here: next(answers))
     computer(build(*RIGHT["llama"]), completions(), with_entropy=False)
     assert computer.layout == "padded"
 

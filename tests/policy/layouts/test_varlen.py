@@ -139,7 +139,9 @@ def test_a_kernel_that_passes_the_check_is_used(with_kernel):
 def test_a_kernel_that_fails_the_check_leaves_blocks(kernel, reason, explicit, with_kernel, caplog):
     with_kernel(kernel)
     model, batch = build(*RIGHT["llama"]), completions()
-    computer = LogprobComputer("shared_prefix", HEAD, varlen=True, explicit=explicit)
+    computer = LogprobComputer(
+        "shared_prefix", HEAD, varlen=True, other_layouts=() if explicit else ("padded",)
+    )
     given = micro_batch(
         batch.prompt_ids_BL, batch.prompt_mask_BL, batch.completion_ids_BT, batch.completion_mask_BT,
         token_weights_BT=batch.completion_mask_BT, sequence_weight_B1=batch.completion_mask_BT[:, :1],

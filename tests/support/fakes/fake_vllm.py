@@ -255,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
                 status, answer = answer[0], {"error": {"message": answer[1]}}
             if isinstance(failure, str):
                 answer["choices"][0]["finish_reason"] = failure
-        text = answer if isinstance(answer, str) else json.dumps(answer)
+        text = answer if isinstance(answer, str) else json.dumps(answer, separators=(",", ":"))  # as vLLM
         self.send_response(status)
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()

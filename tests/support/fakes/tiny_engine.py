@@ -125,7 +125,7 @@ class TinyEngine:
         self.groupwise_reports = reports
         return [reports]
 
-    def _weight_report(self, shapes: dict[str, list[int]], sync: int) -> dict[str, Any]:
+    def _weight_report(self, shapes: dict[str, list[int]]) -> dict[str, Any]:
         if self._places is None or self._places[0] != shapes:
             on_meta = {name: tensor.to("meta") for name, tensor in self._whole().items()}
             found = find_places(lambda weights: self.load(weights, on_meta), shapes, on_meta, torch.float32)
@@ -137,8 +137,8 @@ class TinyEngine:
                 report.add(own, self.parameters[name])
             if name in self.kernels:
                 packed, rows_N = self.kernels[name]
-                read = lambda columns, packed=packed: packed[columns.start : columns.stop]  # noqa: E731
-                report.add_repacked(own, places.shapes[name], read, rows_N, sync)
+                read = lambda packed=packed: packed.T  # noqa: E731
+                report.add_repacked(own, places.shapes[name], packed.dtype, read, rows_N)
         return report.result()
 
     def _whole(self) -> dict[str, torch.Tensor]:

@@ -81,16 +81,37 @@ def advantages(
 
 
 def process_advantages(
-    steps: list[list[tuple[int, float]]], size: int, tokens: int, scale: bool
+    steps: list[list[tuple[int, float]]],
+    size: int,
+    tokens: int,
+    scale: str = "group",
+    kind: str = "group_mean",
+    turns: list[list[tuple[int, int]]] | None = None,
+    own: bool = False,
 ) -> list[list[float]]:
-    """A_it = Σ over steps ending at or after t of the group-normalised step reward."""
+    """A_it = Σ over steps ending at or after t, in the order of time, of the normalised step reward.
+
+    ``turns`` are the spans of a completion's turns in the order of time; tokens outside of them get 0.
+    """
     out = []
-    for group in grouped(steps, size):
+    batch = [r for sequence in steps for _, r in sequence]
+    for g, group in enumerate(grouped(steps, size)):
         every = [r for sequence in group for _, r in sequence]
-        for sequence in group:
-            row = []
-            for t in range(tokens):
-                later = [r for end, r in sequence if end >= t]
-                row.append(sum((r - mean(every)) / (std(every) + 1e-4 if scale else 1.0) for r in later))
+        deviation = {"group": std(every) + 1e-4, "batch": std(batch) + 1e-4, "none": 1.0}[scale]
+        for i, sequence in enumerate(group):
+            spans = turns[g * size + i] if turns else [(0, tokens)]
+            order = [t for start, stop in spans for t in range(start, stop)]  # tokens as they were sampled
+            turn = {t: n for n, (start, stop) in reversed([*enumerate(spans)]) for t in range(start, stop)}
+            row = [0.0] * tokens
+            for t in set(order):
+                for end, r in sequence:
+                    last = len(order) - 1 - order[::-1].index(end)  # a repeated token counts as sampled again
+                    if order.index(t) > last or (own and (turn[t] != turn[end] or t > end)):
+                        continue
+                    others = [v for j, other in enumerate(group) if j != i for _, v in other]
+                    centre = mean(every)
+                    if kind == "leave_one_out":
+                        centre = mean(others) if others else r
+                    row[t] += (r - centre) / deviation if len(set(every)) > 1 else 0.0
             out.append(row)
     return out

@@ -1,6 +1,8 @@
 """Rollouts of agents that behave in every way, against the server of the tests; prints them as JSON.
 
-worker.py SERVER MODEL OUTPUT_DIR
+worker.py SERVER MODEL OUTPUT_DIR EXAMPLE FLAGS...
+
+EXAMPLE, a script, runs with its flags afterwards in the same process: the imports take longer than both.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import runpy
 import sys
 from typing import Any
 
@@ -121,4 +124,6 @@ def main(server: str, model: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4])
+    sys.argv = sys.argv[4:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

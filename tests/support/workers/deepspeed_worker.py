@@ -97,7 +97,7 @@ def compare_generations(trainer: Any) -> None:
             lambda self, *given, **kwargs: fetched.append(1) or fetch(self, *given, **kwargs),
         )
         prompts = [[4 + torch.distributed.get_rank(), 5, 6]] * 2 + [[7, 8]] * 2
-        completions = {}
+        completions, trainer.backend.compares = {}, False  # a plain forward of a row gathers again
         for gather in (True, False, True):
             trainer.backend.gather_weights = gather
             found = trainer.backend.generate(prompts, SamplingOptions(generation_kwargs={"temperature": 0}))

@@ -1,4 +1,4 @@
-"""Process that makes the same runs on the CPU and on a simulated device.
+"""Process that makes runs on a simulated device, and those without samples of their own on the CPU too.
 
     device_worker.py OUTPUT_DIR
 
@@ -74,41 +74,47 @@ def resumed(make: Callable[..., Any], directory: str, **settings: Any) -> Any:
 
 
 def with_rollouts(directory: str, **settings: Any) -> Any:
-    # The update of plain gradient descent is proportional to the gradient, rounding errors included.
-    return runs.trainer(
-        directory, **{"rollout_func": rollouts, "optim": "sgd", "learning_rate": 1.0, **settings}
-    )
+    # The update of plain gradient descent is proportional to the gradient, rounding errors included. One step
+    # unless a case uses a generation or its reference again.
+    defaults = {"rollout_func": rollouts, "optim": "sgd", "learning_rate": 1.0, "max_steps": 1}
+    return runs.trainer(directory, **{**defaults, **settings})
 
 
 #: Runs on completions of ``rollouts``: updates on both devices agree within rounding.
 SAME: dict[str, Callable[[], Settings]] = {
     "shared_prefix": lambda: {},
-    "packed": lambda: {"sequence_layout": "packed"},
-    "padded": lambda: {"sequence_layout": "padded", "skip_zero_advantage": False},
-    "dense_head": lambda: {"logprob_head": "dense"},
-    "reused": lambda: {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2},
-    "kl": lambda: {"beta": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2},
-    "kl_in_reward": lambda: {"beta": 0.1, "kl_in_reward": True},
-    "moving_reference": lambda: {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
-    "high_entropy": lambda: {"top_entropy_quantile": 0.5},
-    "entropy_bonus": lambda: {"entropy_coef": 0.01, "use_adaptive_entropy": True},
-    "off_policy_mask": lambda: {"off_policy_mask_threshold": 0.5, "num_iterations": 2},
-    "sampler_correction": lambda: {"rollout_func_importance_sampling_correction": True},
-    "sequence_ratios": lambda: {"importance_sampling_level": "sequence", "num_iterations": 2},
-    "batch_scale": lambda: {"scale_rewards": "batch", "loss_type": "sapo"},
-    "step_rewards": lambda: {"rewards": step_rewards},
+    "padded, batch scale, high_entropy, entropy_bonus": lambda: {
+        **{"sequence_layout": "padded", "skip_zero_advantage": False},
+        **{"scale_rewards": "batch", "loss_type": "sapo"},
+        **{"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "use_adaptive_entropy": True},
+    },
+    "packed, kl_in_reward, moving_reference": lambda: {
+        **{"beta": 0.1, "kl_in_reward": True, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        **{"sequence_layout": "packed", "max_steps": 2},
+    },
+    "off_policy_mask, sampler_correction, sequence_ratios, dense_head": lambda: {
+        **{"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 2},
+        **{"importance_sampling_level": "sequence", "logprob_head": "dense"},
+        "rollout_func_importance_sampling_correction": True,
+    },
+    "step_rewards, reward_model": lambda: {
+        "rewards": [step_rewards, score_model()],
+        "reward_processing_classes": [None, runs.tokenizer()],
+    },
     "process_reward_model": lambda: {
         "rewards": ProcessRewardModel(step_classifier(), step_separator=runs.tokenizer().decode([STEP])),
         "reward_processing_classes": byte_tokenizer(),
     },
-    "reward_model": lambda: {"rewards": score_model(), "reward_processing_classes": runs.tokenizer()},
     "teacher": lambda: {"rewards": get_distillation_reward(runs.policy(seed=1))},
     "lora": lambda: {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "beta": 0.1},
     "virtual_tokens": lambda: {
         "peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     },
     "hooks": lambda: {"kind": Hooks, "rollout_func": rollouts, "beta": 0.1},
-    "resumed": lambda: {"run": resumed, "beta": 0.1},
+    "resumed, reused, kl": lambda: {
+        **{"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.1},
+        **{"run": resumed, "max_steps": 2},
+    },
 }
 #: Runs with samples of their own.
 SAMPLED: dict[str, Callable[[], Settings]] = {
@@ -141,7 +147,7 @@ def main(output: Path) -> None:
     for device in ("cpu", simulated_device.NAME):
         on_device = device != "cpu"
         os.environ["ACCELERATE_TORCH_DEVICE"] = device
-        for name, settings in {**SAME, **SAMPLED}.items():
+        for name, settings in {**SAME, **(SAMPLED if on_device else {})}.items():
             given = settings()
             run, make = given.pop("run", trained), given.pop("make", None)
             make = make or (with_rollouts if name in SAME else runs.trainer)

@@ -34,6 +34,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from groupwise.config.grpo_config import GRPOConfig
@@ -51,6 +53,15 @@ PATIENCE = 240
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
 _END = 1
 OBJECTIVES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+class EqualLengths(GRPOTrainer):
+    """Computes rows of equal lengths together, as for a model whose rows depend on padding."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logprob_computer.layout, self.logprob_computer.checked = "equal_length", True
+
 
 # Two processes with 6 rows each, groups of 4: the second group has rows on both.
 UPDATES: dict[str, dict[str, Any]] = {
@@ -76,6 +87,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "packed": {"sparse": True, "sequence_layout": "packed", "accumulate": 2},
     "forked": {"sparse": True, "sequence_layout": "forked", "accumulate": 2},
     # Ranks run different numbers of forward passes.
+    "unused parameters": {"make_model": "with_unused_parameters", "sparse": True},
+    "equal lengths": {"kind": EqualLengths, "sparse": True, "accumulate": 2},
     "forked, all groups": {"sequence_layout": "forked", "scale_rewards": "none"},
     # Prompts 0, 1 and 7 have no variance: two rounds for the first batch, and a group left for the second.
     "dynamic sampling": {"planted": True, "shuffle_dataset": False, "dynamic_sampling": True},
@@ -87,6 +100,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     },
     "dynamic sampling of a stream": {"planted": True, "dynamic_sampling": True, "stream": True},
     "stream": {"stream": True},
+    "mixture": {"mixed": True, "dataset_weights": {"odd": 1, "even": 3}},
     # Steps of a group are on both processes, and their numbers differ.
     "process reward model": {"process": True, "scale_rewards": "group"},
     "process reward model, accumulation": {"process": True, "accumulate": 2, "sequence_layout": "packed"},
@@ -145,10 +159,24 @@ def policy(seed: int = 0) -> LlamaForCausalLM:
     )
 
 
+def with_unused_parameters() -> LlamaForCausalLM:
+    """A model with parameters that no log-prob depends on, as an indexer of keys."""
+    model = policy()
+    model.model.layers[0].indexer = torch.nn.Linear(4, 4)
+    return model
+
+
 def gated_delta_net() -> Qwen3_5ForCausalLM:
     """Two layers of linear attention and one of full attention."""
     torch.manual_seed(0)
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **LINEAR, initializer_range=0.08))
+
+
+def mixture() -> Qwen3MoeForCausalLM:
+    """Four experts in each layer, two of which a token uses."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, initializer_range=0.08))
 
 
 def prompts(count: int) -> Dataset:
@@ -221,7 +249,7 @@ def make_trainer(
     }
     kind = kind or GRPOTrainer  # looked up at each call: a worker replaces it
     return kind(
-        model=(make_model or policy)(),
+        model=(globals()[make_model] if isinstance(make_model, str) else make_model or policy)(),
         args=GRPOConfig(**{**defaults, **settings}),
         processing_class=tokenizer(),
         **given,
@@ -285,7 +313,10 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     if is_process:
         rewards = [ProcessRewardModel(step_classifier(vocab_size=len(LETTERS) + 3), step_separator="e")]
     sampler, several = case.pop("sampler", False), case.pop("several", False)
-    rows_of_data = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
+    rows_of_data: Any = prompts(24).to_iterable_dataset(2) if case.pop("stream", False) else prompts(24)
+    if case.pop("mixed", False):
+        rows_of_data = {"odd": [*prompts(24)][1::2], "even": [*prompts(24)][::2]}
+        rewards = {"odd": [vowels, digits_if_any], "even": vowels}  # type: ignore[assignment]
     trainer = make_trainer(
         output_dir,
         rollout_func=fixed_rollouts(sampler, several),
@@ -335,6 +366,7 @@ def evaluate(output_dir: str | Path, rows: int, **settings: Any) -> dict[str, fl
         per_device_eval_batch_size=rows,
         eval_pass_at_k=[1, 2],
         eval_pass_threshold=2.5,
+        metrics_by="prompt",
         loss_type="dr_grpo",  # its normaliser does not depend on how rows are put into batches
         compute_metrics=lambda prediction: {"in_order": zlib.crc32(str(prediction.predictions).encode())},
     )

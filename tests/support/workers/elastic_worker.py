@@ -47,9 +47,13 @@ CASES: dict[str, dict[str, Any]] = {
         "max_steps": 10_000,
     },
     "dynamic": {"dynamic_sampling": True, "loss_type": "grpo"},
+    # From the second of three generations on, prompts are skipped by their rates; 1 and 4 never.
+    "chosen": {
+        **{"mixed": True, "dataset_weights": {"odd": 1, "even": 2}, "loss_type": "grpo"},
+        "prompt_filter": {"min": 0.49, "max": 0.51, "again_after": 4},
+    },
     "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), "beta": 0.1},
     "bf16": {"bf16": True, **sharding_worker.UNCLIPPED},
-    "float32": sharding_worker.UNCLIPPED,  # bf16 without its rounding
 }
 
 
@@ -108,6 +112,8 @@ def make(directory: Path, last_step: int, **case: Any) -> Any:
         return [0.5 if same else draw for same, draw in zip(flat, draws, strict=True)]
 
     of_step, data = case.pop("completions_per_step", 8), prompts(36)
+    if case.pop("mixed", False):
+        data = {"odd": data.select([1, 3]), "even": data.select([0, 2, 4, 6])}  # an epoch of 9 rows
     data = data.to_iterable_dataset(2) if case.pop("stream", False) else data
     trainer = make_trainer(
         directory,

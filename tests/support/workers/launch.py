@@ -8,6 +8,7 @@ the tests.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -20,15 +21,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: accelerate imports deepspeed, if it is installed, with the first model that it unwraps.
-IMPORTS = ("support.runs", "transformers.models.auto.modeling_auto", "deepspeed")
+#: accelerate imports deepspeed, if it is installed, with the first model that it unwraps, transformers wandb
+#: with the first trainer.
+IMPORTS = (
+    *("support.runs", "transformers.models.auto.modeling_auto", "deepspeed", "wandb", "peft"),
+    *("groupwise.reporting.terminal", "support.workers.distributed_worker"),
+)
 #: For scripts with an engine in the process.
 WITH_VLLM = (
     *(*IMPORTS, "vllm", "vllm.entrypoints.openai.api_server"),
@@ -99,6 +105,7 @@ class Script:
         environment: variables beside those of the tests.
         directory: working directory; that of the tests without one.
         imports: modules that the forking process imports; ``-NAME`` is one that cannot be imported.
+        without: a module that the script alone cannot import; the forking process has not imported it.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class Script:
         environment: Mapping[str, str] | None = None,
         directory: str | Path | None = None,
         imports: tuple[str, ...] = IMPORTS,
+        without: str = "",
     ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="script-")  # removed with this object
         folder = Path(self.folder.name)
@@ -117,6 +125,7 @@ class Script:
             "directory": str(directory or os.getcwd()),
             "files": [str(file) for file in self.files],
             "status": str(self.status),
+            "without": without,
         }
         self.pid = _server(imports).start(request)
 
@@ -196,6 +205,9 @@ def _serve(imports: list[str]) -> dict[str, Any]:
             continue
         with contextlib.suppress(ModuleNotFoundError):  # an optional package
             importlib.import_module(name)
+    if accelerate := sys.modules.get("accelerate.utils.imports"):
+        # It reads DeepSpeed's metadata, 3 ms, whenever a model is unwrapped: a tenth of a short run.
+        accelerate._is_package_available = cache(accelerate._is_package_available)
     gc.collect()
     gc.freeze()  # a full collection in a script need not visit the imports
     running: dict[int, Path] = {}
@@ -222,6 +234,27 @@ def _serve(imports: list[str]) -> dict[str, Any]:
                 written.rename(running.pop(pid))
 
 
+@contextlib.contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """End the process as the interpreter does, without deleting every module: that takes half a second."""
+    code: object = 0
+    try:
+        yield
+    except SystemExit as ended:
+        code = ended.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def _become(request: dict[str, Any]) -> None:
     """Run the request's script as ``python COMMAND...`` does."""
     for number, path in enumerate([os.devnull, *request["files"]]):
@@ -229,7 +262,16 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    with _ends_at_once():
+        _run(request)
+
+
+def _run(request: dict[str, Any]) -> None:
     command = request["command"]
+    if without := request["without"]:
+        sys.modules[without] = None  # type: ignore[assignment]
+    if "vllm" in sys.modules:  # an engine would compile functions of its sampler, for seconds each
+        importlib.import_module("torch._dynamo.config").disable = True  # type: ignore[attr-defined]
     paths = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
     own = os.getcwd() if command[0] == "-m" else str(Path(command[0]).resolve().parent)
     sys.path[:] = [own, *filter(None, paths), *sys.path[1:]]

@@ -70,6 +70,10 @@ class Full:
 class Trainer(worker.GRPOTrainer):
     full: Full | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logprob_computer.checked = True  # its forwards do not count
+
     def compute_policy_loss(self, *given: Any) -> Any:
         full = Trainer.full
         if full is not None and full.where == "loss" and full.forwards == full.number and not full.raised:

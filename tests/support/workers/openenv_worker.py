@@ -1,10 +1,17 @@
-"""Rollouts and sessions with an OpenEnv server of this process; prints JSON."""
+"""Rollouts and sessions with an OpenEnv server of this process; prints JSON.
+
+worker.py EXAMPLE FLAGS...
+
+EXAMPLE, a script, runs with its flags afterwards in the same process, as after captured_agents_worker.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -83,11 +90,15 @@ def main() -> None:
     rows = [{**question("Count. "), "seed": seed} for seed in (0, 1, 2)]
     rollout = agents(tokenizer, (), environments).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
     (reward,) = environments.reward_funcs()
+    by_turn = EnvironmentPool(openenv_factory(f"ws://{address}", name="add", turn_rewards=True))
+    again = agents(tokenizer, (), by_turn).generate_rollouts(rows, ScriptedBackend(tokenizer, scripts))
+    (turn_reward,) = by_turn.reward_funcs()
     factory = openenv_factory([f"http://{address}", f"http://{address}/second"])
     found = {
         "prompts": [prompt[0]["content"] for prompt in rollout.prompts],
         "results": [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts],
         "rewards": reward(**rollout.extra),
+        "turn_rewards": turn_reward(completions=again.texts, **again.extra),
         "schema": environments.tools_by_type()[0][0].schema["function"],
         "urls": [factory()._client.base_url for _ in range(3)],
         "session": asyncio.run(act_after_a_timeout(f"http://{address}")),
@@ -97,3 +108,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -183,9 +183,6 @@ def main(policy_directory: Path, output_dir: Path) -> None:
     results = {
         "shuffled": compare(policy, output_dir, case),
         "follows rewards": compare(policy, output_dir, case, follows_rewards=True),
-        "resumed": resumed(policy, output_dir, case, 5),
-        "resampled": resample(policy, output_dir, case),
-        "items": items(policy, output_dir, case),
     }
     torch.save(results, output_dir / f"{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()

@@ -6,12 +6,15 @@ ENGINE: ddp, zero1, zero2, zero3 or fsdp2. "zero3, bf16" trains in bfloat16 and 
 clips none either. The result has the weights after the steps of each case of fixed completions, "grpo" or, in
 another layout, "grpo/packed". N is TOTAL, or 1: one process with the rows of TOTAL. Two more cases: "resumed"
 gives, under "whole" and "resumed", the weights of a run that samples, and of one that is resumed in it;
-"refused" gives the errors of an adapter that is resumed on its own base model, "", and on another one.
+"refused" gives the errors of an adapter that is resumed on its own base model, "", and on another one, and
+"memory" the bytes of the first rank's tensors at a step, of all weights and of an adapter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import os
 import sys
 from functools import partial
@@ -23,6 +26,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.errors import ConfigError
 from support.workers import distributed_worker as worker
@@ -35,6 +39,8 @@ FORKED = {
     **{"sequence_layout": "forked", "make_model": worker.gated_delta_net},
     **{"gradient_checkpointing": True, "learning_rate": 0.05},
 }
+#: Bytes that no tensor of a step with the policy ``wide`` has; DeepSpeed reserves larger buckets.
+LARGEST = 10**8
 #: At the end of the clip range a rounding error turns the gradient of a token on or off.
 UNCLIPPED = {"epsilon": 10.0}
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
         **FORKED,
         "peft_config": LoraConfig(r=4, target_modules="all-linear"),
         "beta": 0.1,
+    },
+    "experts": {
+        "sequence_layout": "shared_prefix",
+        "make_model": worker.mixture,
+        "router_aux_loss_coef": 0.1,
+    },
+    "experts, balanced over the update": {
+        **{"make_model": worker.mixture, "router_aux_loss_coef": 0.1, "accumulate": 2},
+        "router_aux_loss_scope": "global_batch",
     },
     "accumulation": {"accumulate": 2},
     "gradient clipping": {"max_grad_norm": 0.05},
@@ -128,6 +143,46 @@ def update(output_dir: Path, name: str, processes: int, total: int, **settings: 
     )
 
 
+def storages() -> dict[int, int]:
+    """Return the bytes of the storages of all tensors and their gradients, up to ``LARGEST``, by address."""
+    gc.collect()
+    found = dict[int, int]()
+    for tensor in [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]:
+        with contextlib.suppress(Exception):  # tensors of other kinds have no storage
+            for part in (tensor, tensor.grad if tensor.is_leaf else None):
+                local = getattr(part, "_local_tensor", part)
+                if local is not None and local.untyped_storage().nbytes() <= LARGEST:
+                    found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return found
+
+
+def bytes_at_a_step(output_dir: Path, **settings: Any) -> int:
+    """Return the bytes of this run's tensors at an update; ZeRO updates the groups of parameters in turn."""
+    kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]  # of earlier runs
+    before, step, found = storages(), torch.optim.AdamW.step, list[int]()
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(sum(size for address, size in storages().items() if address not in before))
+        return step(self, *args, **kwargs)
+
+    torch.optim.AdamW.step = counted  # type: ignore[method-assign]
+    try:
+        given = {"optim": "adamw_torch", "learning_rate": 1e-3, "make_model": wide, **settings}
+        worker.update(output_dir, rows=4, micro_batches=1, read_weights=lambda _: None, **given)
+    finally:
+        torch.optim.AdamW.step = step  # type: ignore[method-assign]
+    del kept  # until here their memory was not used again
+    return max(found)
+
+
+def wide() -> LlamaForCausalLM:
+    """A policy of 0.7 million weights, beside which the rows of a step are small."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(worker.LETTERS) + 3, **sizes, **ends))
+
+
 def sampled(output_dir: Path, **settings: Any) -> Any:
     """A run that samples, with a checkpoint in the middle of a generation's use."""
     size = 8 // int(os.environ["WORLD_SIZE"])
@@ -159,7 +214,7 @@ def main(output_dir: Path, engine: str, total: int, names: list[str]) -> None:
     run = output_dir / engine
     results = {}
     for name in names:
-        if name in ("resumed", "refused"):
+        if name in ("resumed", "refused", "memory"):
             continue
         try:
             results[name] = update(run, name, size, total, **settings)
@@ -174,6 +229,9 @@ def main(output_dir: Path, engine: str, total: int, names: list[str]) -> None:
         resumed.save_model(str(run / "saved"))
     if "refused" in names:
         results["refused"] = [resumed_adapter(run, base, settings) for base in (0, 1)]
+    if "memory" in names:
+        adapter = {"peft_config": CASES["LoRA"]["peft_config"]}
+        results["memory"] = [bytes_at_a_step(run / "memory", **settings, **given) for given in ({}, adapter)]
     if os.environ["RANK"] == "0":
         torch.save(results, output_dir / f"{engine}.pt")
     if torch.distributed.is_initialized():

@@ -1,21 +1,20 @@
-"""One of two processes that train with one engine over both, or with one engine each."""
+"""One of two processes that train with one engine over both."""
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 
 from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
 
 
-def main(size: int) -> None:
+def main() -> None:
     # Every process has other prompts, and not equally many requests.
     with tempfile.TemporaryDirectory() as directory:
         run = trainer(
             directory,
             model=policy(num_key_value_heads=2),
-            vllm_tensor_parallel_size=size,
+            vllm_tensor_parallel_size=2,
             per_device_train_batch_size=4,
             num_generations=4,
             learning_rate=0.05,
@@ -34,4 +33,4 @@ def main(size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -1,12 +1,15 @@
 """Episodes of a verifiers environment with every outcome, against the server of the tests; prints JSON.
 
-worker.py SERVER MODEL OUTPUT_DIR
+worker.py SERVER MODEL OUTPUT_DIR EXAMPLE FLAGS...
+
+EXAMPLE, a script, runs with its flags afterwards in the same process, as after captured_agents_worker.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import runpy
 import sys
 from typing import Any
 
@@ -148,4 +151,6 @@ def main(server: str, model: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4])
+    sys.argv = sys.argv[4:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

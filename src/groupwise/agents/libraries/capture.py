@@ -199,14 +199,9 @@ class CapturedAgent(ConcurrentRollouts):
 
     def _call(self, prompt: Any, endpoint: Endpoint) -> Callable[[], Any]:
         """Return the call of the agent, which runs beside those of the other rollouts."""
-
-        async def call_async() -> Any:
-            return await self.agent(prompt, endpoint)
-
-        def call() -> Any:
-            return self.agent(prompt, endpoint)
-
-        return call_async if is_async(self.agent) else thread_safe(call)
+        if is_async(self.agent):
+            return partial(self.agent, prompt, endpoint)
+        return thread_safe(lambda: self.agent(prompt, endpoint))
 
     def _start(self, trainer: Any) -> None:
         """Start the proxy in front of the run's server, once."""

@@ -18,25 +18,35 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # a proxy cannot reach this ma
 class OpenEnvSession:
     """An episode on an OpenEnv server; :func:`openenv_factory` adds the tool, from the server's schema."""
 
+    _tool: str
+
     def __init__(self, url: str, timeout: float) -> None:
         from openenv.core import GenericEnvClient
 
         self._client = GenericEnvClient(url, connect_timeout_s=timeout, message_timeout_s=timeout)
-        self._done, self._reward, self._timeout = True, 0.0, timeout
+        self._done, self._rewards, self._timeout = True, [0.0], timeout  # of reset and of each action
 
     async def reset(self, **row: object) -> str:
         seed = {"seed": row["seed"]} if isinstance(row.get("seed"), int) else {}
-        self._done, self._reward = True, 0.0
+        self._done, self._rewards = True, [0.0]
         return await self._observe(self._client.reset(**seed))
 
     async def _step(self, action: dict[str, Any]) -> str:
+        self._rewards.append(0.0)
         if self._done:
             raise RuntimeError("the episode has ended; no further action is possible")
         return await self._observe(self._client.step(action))
 
     def get_reward(self) -> float:
         """Return the sum of the episode's rewards."""
-        return self._reward
+        return sum(self._rewards)
+
+    def _turn_rewards(self, completion: Sequence[dict[str, Any]]) -> list[float | None]:
+        """Return the sum of the rewards of each turn's actions; None for a turn without one."""
+        own, rewards = type(self)._tool, iter(self._rewards[1:])
+        turns = [m.get("tool_calls") or () for m in completion if m["role"] == "assistant"]
+        actions = [[call for call in calls if call["function"]["name"] == own] for calls in turns]
+        return [sum(next(rewards, 0.0) for _ in calls) if calls else None for calls in actions]
 
     async def _observe(self, response: Awaitable[Any]) -> str:
         # After a timeout or a lost connection the episode has ended: the client would act in a new session.
@@ -50,13 +60,18 @@ class OpenEnvSession:
             self._done = was_done
             raise
         self._done = bool(result.done)
-        self._reward += float(result.reward or 0.0)
+        self._rewards[-1] += float(result.reward or 0.0)
         text = observation_text(result.observation)
         return f"{text}\n(the episode has ended)" if self._done else text
 
 
 def openenv_factory(
-    urls: str | Sequence[str], *, name: str = "act", description: str = "", timeout: float = 30.0
+    urls: str | Sequence[str],
+    *,
+    name: str = "act",
+    description: str = "",
+    timeout: float = 30.0,
+    turn_rewards: bool = False,
 ) -> Callable[[], OpenEnvSession]:
     """Return an ``environment_factory`` for OpenEnv servers; the action's fields become arguments of a tool.
 
@@ -67,6 +82,8 @@ def openenv_factory(
         urls: server URLs, without a path.
         description: description of the tool; default: that of the action schema.
         timeout: time limit of a request in seconds.
+        turn_rewards: the reward of an action (``StepResult.reward``) is that of the turn that calls it, and
+            that of ``reset`` counts for none; False: the sum of all is that of the rollout.
 
     Raises:
         ConfigError: openenv is missing, a URL is invalid, or the first server does not return its action
@@ -96,7 +113,10 @@ def openenv_factory(
             },
         },
     }
-    session = type("OpenEnvSession", (OpenEnvSession,), {name: act})
+    members: dict[str, Any] = {name: act, "_tool": name}
+    if turn_rewards:
+        members["get_reward"] = OpenEnvSession._turn_rewards
+    session = type("OpenEnvSession", (OpenEnvSession,), members)
     next_url = itertools.cycle(servers)
     return lambda: session(next(next_url), timeout)
 

@@ -5,10 +5,14 @@ What the trainer would refuse is refused by its own checks, which the doctor run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from groupwise.commands.cli.findings import Finding, fail, ok, warn
 from groupwise.config.grpo_config import GRPOConfig
@@ -46,6 +50,49 @@ def batch_findings(config: GRPOConfig, prompts: int) -> Iterator[Finding]:
     if prompts % per_batch:
         left = f"{prompts % per_batch} prompt(s) of every epoch do not fill a batch and are dropped"
         yield ok("steps", left)
+
+
+def memory_finding(policy: nn.Module, config: GRPOConfig, launch: Mapping[str, Any]) -> Finding:
+    """Report the bytes of weights, gradients and optimizer on each device at a step, sharded as in the run.
+
+    DeepSpeed keeps weights and gradients in the run's precision, and in float32 a copy of the trained weights
+    and, at a step, of the gradients (ZeRO-3: of 1e9 at a time). FSDP keeps trained weights in float32. DDP
+    copies gradients to exchange them.
+
+    Args:
+        policy: the model with its adapter, on the meta device or another.
+        launch: configuration of accelerate; without one, `deepspeed` and `fsdp` of the settings count.
+    """
+    ranks, zero = config.world_size, cast(Any, launch.get("deepspeed_config") or config.deepspeed)
+    file = zero if isinstance(zero, str) else (zero or {}).get("deepspeed_config_file")
+    zero = json.loads(Path(file).read_text()) if file else zero or {}
+    fsdp = not zero and bool(launch.get("fsdp_config") or config.fsdp)
+    stage = int(zero.get("zero_stage", zero.get("zero_optimization", {}).get("stage", 3 * fsdp)))
+    half = config.bf16 or config.fp16 or launch.get("mixed_precision", "no") != "no"
+    parameters = [*policy.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    probe = nn.Parameter(torch.zeros(64, 64, dtype=None if zero or (fsdp and half) else trained[0].dtype))
+    probe.grad = torch.zeros_like(probe)
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(config)
+    (optimizer := kind([probe], **options)).step()
+    states = sum(state.nbytes for state in optimizer.state[probe].values() if getattr(state, "ndim", 0))
+    count, width, low = sum(one.numel() for one in trained), probe.itemsize, 2 if zero and half else 4
+    stored = [(one.numel(), width if one.requires_grad else one.itemsize) for one in parameters]
+    gradients = count * low / (ranks if stage > 1 else 1) + 4 * min(
+        count / ranks, 1e9 if stage == 3 else count
+    )
+    if not zero:
+        gradients = count * width * (1 / ranks if fsdp else min(ranks, 2))
+    parts = {
+        "weights": sum(number * min(low, size) for number, size in stored) / (ranks if stage == 3 else 1),
+        "gradients": gradients,
+        kind.__name__: count * (states / probe.numel() + 4 * bool(zero)) / (ranks if stage else 1),
+    }
+    shown = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
+    how = f"ZeRO-{stage}" if zero else "FSDP" if fsdp else "DDP" if ranks > 1 else "one process"
+    text = f"{sum(parts.values()) / 1e9:.3g} GB on each of {ranks} device(s), {how}: {shown}; "
+    given = f"bf16={config.bf16}, fp16={config.fp16} on this {config.device.type}"
+    return ok("memory", f"{text}{given}; without activations, buckets, a reference model and an engine")
 
 
 def length_findings(

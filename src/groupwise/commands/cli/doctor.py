@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -15,9 +16,15 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from groupwise.agents.loop import AgentLoop
 from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop
-from groupwise.commands.cli.checks import batch_findings, length_findings, tokenizer_findings
+from groupwise.commands.cli.checks import (
+    batch_findings,
+    length_findings,
+    memory_finding,
+    tokenizer_findings,
+)
 from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
-from groupwise.commands.cli.run_file import RunArguments, read_run
+from groupwise.commands.cli.launch import CONFIGS
+from groupwise.commands.cli.run_file import RunArguments, read_run, read_yaml
 from groupwise.commands.cli.sources import (
     iterative_arguments,
     load_datasets,
@@ -26,15 +33,16 @@ from groupwise.commands.cli.sources import (
 from groupwise.compat import unmet
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend
+from groupwise.config.sampling import chosen_backend, json_dict
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.dataset_checks import check_data, has_image_columns, named_columns
+from groupwise.data.dataset_checks import check_data, has_image_columns, mix_sources, named_columns
 from groupwise.data.loaders import prepare_data
 from groupwise.errors import ConfigError
-from groupwise.generation.base import check_backend
+from groupwise.generation.backends import check_backend
 from groupwise.policy.introspection import check_adapter, context_length, load_config, text_config
-from groupwise.policy.loading import check_loading, load_processing_class
+from groupwise.policy.loading import check_loading, load_processing_class, shapes_of_policy
+from groupwise.policy.quantization import quantization_of
 from groupwise.rewards.runtime.loading import check_columns, check_rewards
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
@@ -44,17 +52,13 @@ from groupwise.tokenization.prompts import (
     with_text_content,
     without_added_keys,
 )
-from groupwise.tokenization.text import end_tokens, text_tokenizer
+from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
     from groupwise.trainer import GRPOTrainer
 
 _MAX_ROWS = 1000  # rows whose prompt is tokenized
 _SERVER_TIMEOUT = 10.0  # seconds
-_BACKENDS = {
-    "transformers": "transformers generate",
-    "colocate": "vLLM in the trainer's processes",
-}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -63,6 +67,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.help:
         print(_parser().format_help())
         return 0
+    name = options.accelerate_config
+    options.launch = read_yaml(str(CONFIGS.get(name, name))) if name else {}
+    if options.num_processes is None:
+        options.num_processes = options.launch.get("num_processes", 1)
     if options.num_processes < 1:
         raise ConfigError(f"--num_processes {options.num_processes}: allowed: 1 or more")
     report = Report(as_json=options.json)
@@ -88,7 +96,9 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         report.add([warn("versions", text)])
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
-    given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings).items()}
+    given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings, config).items()}
+    if isinstance(given["reward_funcs"], dict):  # by source; the trial step checks its names
+        given["reward_funcs"] = list(chain.from_iterable(given["reward_funcs"].values()))
     if settings.iterative is not None:
         report.attempt(
             "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
@@ -97,6 +107,13 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
     model_config = report.attempt("model", load_config, settings.model, config)
     if model_config is not None:
         report.attempt("model", check_loading, settings.model, config, None, given["peft_config"])
+    if not report.failed and not quantization_of(settings.model, config):  # of these docs/lora.md has a table
+        try:
+            policy = shapes_of_policy(settings.model, config, given["peft_config"])
+            memory = memory_finding(policy, config, options.launch)
+        except Exception as error:  # a model that is not built without weights, an optimizer of GPUs alone
+            memory = warn("memory", f"of each device is not computed: {error}")
+        report.add([memory])
     # What the constructor of the trainer checks before it loads the model, by its functions.
     longest: list[int] = []
     datasets: tuple[Any, Any] = None, None
@@ -110,10 +127,11 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
         if given["rollout_func"] is None and not agents.is_multi_turn:
             report.attempt("reward", check_columns, given["reward_funcs"] or (), named_columns(*datasets))
     if model_config is not None:
-        sampler = _sampler(config, model_config, with_images=has_image_columns(*datasets))
+        with_images = has_image_columns(*datasets)
+        sampler = _sampler(config, model_config, with_images=with_images, asks=not options.no_server)
         report.attempt("sampler", report.add, sampler)
         if agents is not None and datasets[0] is not None:
-            prompts = settings, config, agents, datasets, report
+            prompts = settings, config, agents, datasets, given["processing_class"], report
             longest = report.attempt("prompts", _check_prompts, *prompts) or []
     if not options.no_model and report.failed:
         report.add([SKIPPED])
@@ -131,9 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-h", "--help", action="store_true")
-    add("--num_processes", type=int, default=1, help="number of processes of the run")
+    add("--num_processes", type=int, help="number of processes of the run (default: of the next, or 1)")
+    add("--accelerate_config", help="sharding of the run, as for groupwise train")
     add("--json", action="store_true", help="print one JSON object: failed, findings, first")
     add("--no_model", action="store_true", help="skip the step, which needs the model's weights")
+    add("--no_server", action="store_true", help="do not ask the vLLM servers, which need not be up")
     return parser
 
 
@@ -145,10 +165,11 @@ def _check_datasets(
     Raises:
         ConfigError: the trainer refuses a dataset.
     """
-    datasets = add_environment_rows(*load_datasets(settings), agents, config)
-    check_data(*datasets, config)
-    report.add(batch_findings(config, len(datasets[0])))
-    return datasets
+    given = add_environment_rows(*load_datasets(settings), agents, config)
+    train_dataset, eval_dataset, _ = mix_sources(*given, config)
+    check_data(train_dataset, eval_dataset, config)
+    report.add(batch_findings(config, len(train_dataset)))
+    return train_dataset, eval_dataset
 
 
 def _check_prompts(
@@ -156,6 +177,7 @@ def _check_prompts(
     config: GRPOConfig,
     agents: AgentLoop,
     datasets: tuple[Any, Any],
+    processor: ProcessingClass | None,
     report: Report,
 ) -> list[int]:
     """Check the chat template and all prompts; report on some of them.
@@ -167,10 +189,10 @@ def _check_prompts(
     Raises:
         ConfigError: the trainer refuses a prompt or the tokenizer.
     """
-    processor = load_processing_class(None, settings.model, config)
+    processor = load_processing_class(processor, settings.model, config)
     check_template(agents, processor, config)
     prepare_data(*datasets, config, settings.model, processor, agents.renders_prompts)
-    if settings.dataset is None:
+    if settings.dataset is None and not settings.datasets:
         return []
     train_dataset = datasets[0]
     stride = max(len(train_dataset) // _MAX_ROWS, 1)  # at equal distances over the training set
@@ -228,11 +250,23 @@ def _implementations(trainer: GRPOTrainer, config: GRPOConfig) -> Iterable[Findi
         yield (warn if path.warns else ok)("fast path", str(path))
 
 
-def _sampler(config: GRPOConfig, model_config: PreTrainedConfig, *, with_images: bool) -> Iterable[Finding]:
-    """Report the generation backend; a server must be running and fit the run."""
+def _sampler(
+    config: GRPOConfig, model_config: PreTrainedConfig, *, with_images: bool, asks: bool
+) -> Iterable[Finding]:
+    """Report the generation backend; a server must be running and fit the run, unless it is not asked."""
     check_backend(config, with_images=with_images)
     if (chosen := chosen_backend(config)) != "server":
-        yield ok("sampler", _BACKENDS[chosen])
+        if chosen == "colocate":
+            from groupwise.generation.vllm.serve import check_tensor_parallel
+
+            size, name = config.vllm_tensor_parallel_size, "vllm_tensor_parallel_size"
+            splits = not json_dict(config.vllm_engine_kwargs).get("enable_expert_parallel")
+            check_tensor_parallel(model_config, size, name, splits_experts=splits)
+        is_engine = chosen == "colocate"
+        yield ok("sampler", "vLLM in the trainer's processes" if is_engine else "transformers generate")
+        return
+    if not asks:
+        yield ok("sampler", "a vLLM server, which was not asked (--no_server)")
         return
     from groupwise.generation.vllm.client import VLLMServers
     from groupwise.generation.vllm.preflight import check_servers

@@ -35,6 +35,10 @@ class RunArguments:
 
     model: str = _opt("Model to train: hub id or directory.", "")
     dataset: str | None = _opt("Prompts: hub id, directory, or a .json, .jsonl, .csv or .parquet file.")
+    datasets: list[str] | None = _opt(
+        "Several datasets, concatenated, instead of dataset: for each a mapping of path and TRL's keys "
+        "name, data_dir, data_files, split, columns and fraction; with source, a mixture of sources."
+    )
     dataset_config: str | None = _opt("Configuration of a hub dataset.")
     dataset_split: str = _opt("Split to train on.", "train")
     eval_dataset: str | None = _opt("Prompts for evaluation, given like dataset.")
@@ -43,11 +47,14 @@ class RunArguments:
     )
     rewards: list[str] | None = _opt(
         "Reward functions: module:function, a name in groupwise.rewards, {name: {argument: value}} to create "
-        "one with arguments, or the id of a reward model."
+        "one with arguments, or the id of a reward model. By source of datasets: a mapping of lists."
     )
     tools: list[str] | None = _opt("Tools of an agent: module:function.")
     rollout_func: str | None = _opt("Custom generation: module:function.")
     environment: str | None = _opt("Environment factory of an agent: module:function.")
+    chat_template: str | None = _opt(
+        "Chat template of the tokenizer: a file, or the hub id or directory of a tokenizer that has it."
+    )
     lora: Json = _opt("Train an adapter: arguments (dict or JSON) of peft.LoraConfig.")
     iterative: Json = _opt(
         "Iterative GRPO: arguments (dict or JSON) of groupwise.IterativeConfig, and label_func "
@@ -179,7 +186,7 @@ def _check_names(
 
 def _normalize(run: RunArguments) -> None:
     """Convert single values to lists and JSON text to dicts; check the required arguments."""
-    for name in ("rewards", "tools"):
+    for name in ("rewards", "tools", "datasets"):
         value = getattr(run, name)
         if value is not None:
             values = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -189,7 +196,9 @@ def _normalize(run: RunArguments) -> None:
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"{name}={shortened(value)} is not a mapping; write for example {example}")
         setattr(run, name, value)
-    if not run.model or (run.dataset is None and run.environment is None):
+    if run.dataset is not None and run.datasets:
+        raise ConfigError(f"dataset={run.dataset!r} and datasets are both given; keep one of them")
+    if not run.model or (run.dataset is None and not run.datasets and run.environment is None):
         missing = "dataset" if run.model else "model"
         raise ConfigError(f"{missing} is missing; set it in the YAML file or with --{missing}")
 

@@ -18,8 +18,9 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 def run(arguments: Sequence[str]) -> int:
     """Print the command and replace this process by it; ``--dry_run`` only prints."""
     import torch
+    from transformers import AutoConfig
 
-    from groupwise.generation.vllm.serve import as_shell_line, serve_command
+    from groupwise.generation.vllm.serve import as_shell_line, check_tensor_parallel, serve_command
 
     options, extra = _parser().parse_known_args(list(arguments))
     model, port = options.model, options.port
@@ -29,6 +30,21 @@ def run(arguments: Sequence[str]) -> int:
         port = port or settings.get("vllm_server_port")
     if model is None:
         raise ConfigError("model is missing; give --model, or --config with a run file that has one")
+    if options.tensor_parallel_size > 1:
+        try:
+            model_config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:  # no access here, or code of its own
+            reason = str(error).partition("\n")[0]
+            print(f"groupwise: the heads of {model} are not checked: {reason}", file=sys.stderr)
+        else:
+            size, flag = options.tensor_parallel_size, "--tensor_parallel_size"
+            splits = "--enable-expert-parallel" not in extra
+            check_tensor_parallel(model_config, size, flag, splits_experts=splits)
+    if options.dry_run and options.device is None and not torch.cuda.is_available():
+        print(
+            "groupwise: no GPU here, so the command is for a CPU; --device cuda prints that of a GPU node",
+            file=sys.stderr,
+        )
     command, environment = serve_command(
         model,
         host=options.host,

@@ -4,43 +4,108 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from transformers import AutoTokenizer
+
 from groupwise import rewards
 from groupwise.commands.cli.run_file import RunArguments
 from groupwise.commands.iterative.iterative_config import IterativeConfig
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, boundary, nearest_name
+from groupwise.policy.loading import load_processing_class
 from groupwise.records import RewardFunction
+from groupwise.tokenization.text import text_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import LoraConfig
 
+    from groupwise.tokenization.text import ProcessingClass
+
+#: Keys of an entry of ``datasets``: those of TRL's DatasetConfig, and the name of a source of a mixture.
+_ENTRY = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction", "source")
+
 _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-def load_datasets(run: RunArguments) -> tuple[Dataset | None, Dataset | None]:
-    """Load the datasets for training and evaluation; None if the run file has none.
+def load_datasets(run: RunArguments) -> tuple[Dataset | dict[str, Dataset] | None, Dataset | None]:
+    """Load the datasets for training, by source if they have sources, and evaluation; None without.
 
     Raises:
         ConfigError: a dataset cannot be loaded.
     """
-    if run.dataset is None:
+    if run.datasets:
+        train: Any = _concatenated(run.datasets)
+    elif run.dataset is None:
         return None, None
-    train = load_rows(run.dataset, run.dataset_split, run.dataset_config)
+    else:
+        train = load_rows(run.dataset, run.dataset_split, run.dataset_config)
     if run.eval_dataset is None and run.eval_split is None:
         return train, None
     source = run.eval_dataset or run.dataset
+    if source is None:
+        raise ConfigError(f"eval_split={run.eval_split!r} is of no dataset of datasets; set eval_dataset")
     return train, load_rows(source, run.eval_split or "test", run.dataset_config)
 
 
-def load_rows(source: str, split: str, config_name: str | None = None) -> Dataset:
+def _concatenated(entries: list[Any]) -> Dataset | dict[str, Dataset]:
+    """Load the datasets of TRL's list, one after the other; a column that one lacks is None in its rows.
+
+    With fractions, each gives its first rows: as many in all as leave every fraction right. With sources,
+    those of each are one dataset, by its name.
+
+    Raises:
+        ConfigError: naming the entry, counted from 0, and what is wrong with it.
+    """
+    from datasets import concatenate_datasets
+
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+            raise ConfigError(f"datasets[{index}] is {entry!r}; write a mapping with a path")
+        for name in entry.keys() - {*_ENTRY}:
+            nearest = nearest_name(str(name), _ENTRY)
+            raise ConfigError(f"datasets[{index}] has {name!r}; nearest key: {nearest!r}")
+    fractions = [entry.get("fraction") for entry in entries]
+    if set(fractions) != {None}:
+        for index, fraction in enumerate(fractions):
+            if not isinstance(fraction, (int, float)) or not 0 < fraction < math.inf:
+                raise ConfigError(f"datasets[{index}] has fraction={fraction!r}; give all a number above 0")
+    sources = [entry.get("source") for entry in entries]
+    if None in sources and any(sources):
+        raise ConfigError(f"datasets[{sources.index(None)}] has no source; give all a source, or none")
+    parts = []
+    for entry in entries:
+        files = {name: entry[name] for name in ("data_dir", "data_files") if entry.get(name) is not None}
+        part = load_rows(entry["path"], entry.get("split") or "train", entry.get("name"), **files)
+        if (columns := entry.get("columns")) is not None:
+            with boundary(ConfigError, f"dataset {entry['path']!r} (columns {columns!r})"):
+                part = part.select_columns(columns)
+        parts.append(part)
+    total = min((len(part) / share for part, share in zip(parts, fractions, strict=True) if share), default=0)
+    parts = [
+        part.select(range(round(share * total))) if share else part
+        for part, share in zip(parts, fractions, strict=True)
+    ]
+    with boundary(ConfigError, "datasets: their columns have different types"):
+        named: dict[Any, list[Any]] = {}
+        for source, part in zip(sources, parts, strict=True):
+            named.setdefault(source, []).append(part)
+        mixture = {source: concatenate_datasets(group) for source, group in named.items()}
+        return mixture.get(None, mixture)  # type: ignore[call-overload]
+
+
+def load_rows(source: str, split: str, config_name: str | None = None, **files: Any) -> Dataset:
     """Load a split of a hub dataset or directory, or all rows of a file.
+
+    Args:
+        files: ``data_dir`` and ``data_files`` of ``datasets.load_dataset``.
 
     Raises:
         ConfigError: naming the source and the cause.
@@ -49,6 +114,8 @@ def load_rows(source: str, split: str, config_name: str | None = None) -> Datase
 
     path = Path(source).expanduser()
     with boundary(ConfigError, f"dataset {source!r} (split {split!r})"):
+        if files:
+            return load_dataset(source, config_name, split=split, **files)
         if path.suffix in _READERS:
             if not path.is_file():
                 raise FileNotFoundError("no such file")
@@ -78,6 +145,16 @@ def _broken_line(path: Path) -> str:
         except ValueError as error:
             return f", line {number}: {error}"
     return ""
+
+
+def _resolve_rewards(run: RunArguments) -> Any:
+    """Return the list of rewards, or by source of ``datasets`` if the run file has a mapping of them."""
+    specs, datasets = cast("list[Any]", run.rewards), cast("list[Any]", run.datasets or [])
+    sources = {entry.get("source") for entry in datasets if isinstance(entry, dict)} - {None}
+    if not sources or len(specs) > 1 or not isinstance(specs[0], dict) or not sources & specs[0].keys():
+        return [resolve_reward(spec) for spec in specs]
+    by_source = {source: each if isinstance(each, list) else [each] for source, each in specs[0].items()}
+    return {source: [resolve_reward(spec) for spec in each] for source, each in by_source.items()}
 
 
 def resolve_reward(spec: object) -> RewardFunction | str:
@@ -143,15 +220,36 @@ def import_object(path: str) -> Any:
     return getattr(module, name)
 
 
-def trainer_arguments(run: RunArguments) -> dict[str, Callable[[], Any]]:
+def trainer_arguments(run: RunArguments, config: GRPOConfig) -> dict[str, Callable[[], Any]]:
     """Return functions that load the objects named in a run file, by the trainer's argument."""
     return {
-        "reward_funcs": lambda: run.rewards and [resolve_reward(spec) for spec in run.rewards],
+        "reward_funcs": lambda: run.rewards and _resolve_rewards(run),
         "tools": lambda: run.tools and [import_object(path) for path in run.tools],
         "rollout_func": lambda: run.rollout_func and import_object(run.rollout_func),
         "environment_factory": lambda: run.environment and import_object(run.environment),
         "peft_config": lambda: lora_config(run),
+        "processing_class": lambda: run.chat_template and _with_chat_template(run, config),
     }
+
+
+def _check_keys(setting: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            nearest = nearest_name(name, known)
+            raise ConfigError(f"{setting} has the unknown key {name!r}; nearest: {nearest!r}")
+
+
+def _with_chat_template(run: RunArguments, config: GRPOConfig) -> ProcessingClass:
+    """Return the model's tokenizer or processor with the run's chat template; it is saved with both."""
+    processor, name = load_processing_class(None, run.model, config), str(run.chat_template)
+    path = Path(name).expanduser()
+    with boundary(ConfigError, f"chat_template {name!r} (a file, or the hub id or directory of a tokenizer)"):
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+        template = text or AutoTokenizer.from_pretrained(name).chat_template
+    if not template:
+        raise ConfigError(f"chat_template={name!r} has no chat template; name a file or another tokenizer")
+    processor.chat_template = text_tokenizer(processor).chat_template = template
+    return processor
 
 
 def lora_config(run: RunArguments) -> LoraConfig | None:
@@ -162,10 +260,7 @@ def lora_config(run: RunArguments) -> LoraConfig | None:
         from peft import LoraConfig
     except ImportError as missing:
         raise ConfigError("lora needs PEFT: pip install 'groupwise[peft]'") from missing
-    known = [field.name for field in fields(LoraConfig)]
-    for name in run.lora:
-        if name not in known:
-            raise ConfigError(f"lora has the unknown key {name!r}; nearest: {nearest_name(name, known)!r}")
+    _check_keys("lora", run.lora, [field.name for field in fields(LoraConfig)])
     with boundary(ConfigError, "lora", arguments=run.lora):
         return LoraConfig(**{"task_type": "CAUSAL_LM", **run.lora})
 
@@ -177,12 +272,8 @@ def iterative_arguments(run: RunArguments) -> dict[str, Any]:
         ConfigError: unknown keys, invalid values, or a label function that cannot be imported.
     """
     given = dict(cast("dict[str, Any]", run.iterative))
+    _check_keys("iterative", given, [*(field.name for field in fields(IterativeConfig)), "label_func"])
     label_func = given.pop("label_func", None)
-    known = [field.name for field in fields(IterativeConfig)]
-    for name in given:
-        if name not in known:
-            nearest = nearest_name(name, [*known, "label_func"])
-            raise ConfigError(f"iterative has the unknown key {name!r}; nearest: {nearest!r}")
     with boundary(ConfigError, "iterative", arguments=given):
         iterative = IterativeConfig(**given)
     return {"iterative": iterative, "label_func": label_func and resolve_reward(label_func)}

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 #: Keys that are the same for all runs, because they share model, data and directory.
 _COMMON = (
-    *("model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split"),
+    *("model", "dataset", "datasets", "dataset_config", "dataset_split", "eval_dataset", "eval_split"),
     *("output_dir", "model_init_kwargs", "trust_remote_code", "resume_from_checkpoint"),
 )
-_UNSUPPORTED = ("tools", "rollout_func", "environment", "iterative")
+_UNSUPPORTED = ("tools", "rollout_func", "environment", "iterative", "chat_template")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -81,10 +81,10 @@ def make_trainer(settings: RunArguments, config: GRPOConfig, first: Sequence[int
 def _build(
     settings: RunArguments, config: GRPOConfig, build: Callable[..., Any], first: Sequence[int] = ()
 ) -> Any:
-    arguments = {name: load() for name, load in trainer_arguments(settings).items()}
+    arguments = {name: load() for name, load in trainer_arguments(settings, config).items()}
     load_config(settings.model, config)  # refuses a wrong id before the datasets are loaded
     train_dataset, eval_dataset = load_datasets(settings)
-    if first and train_dataset is not None:
+    if first and train_dataset is not None and not isinstance(train_dataset, dict):  # a mixture has no order
         train_dataset = train_dataset.select(list(dict.fromkeys([*first, *range(len(train_dataset))])))
     with as_config_error("setting up"):
         return build(

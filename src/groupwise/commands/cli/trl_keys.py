@@ -59,7 +59,6 @@ TRL_KEYS = {
     "use_bnb_nested_quant": Key(bool, _QUANTIZE, "bnb_4bit_use_double_quant"),
     "bnb_4bit_quant_storage": Key(str, _QUANTIZE, "bnb_4bit_quant_storage"),
     **{name: Key(bool) for name in ("dataset_streaming", "ignore_bias_buffers", "streaming")},
-    "datasets": Key(list),
     "test_split_size": Key(float),
 }
 

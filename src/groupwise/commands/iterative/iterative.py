@@ -24,8 +24,8 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.files import read_json
 from groupwise.hf import checkpointing
 from groupwise.records import RolloutBatch
-from groupwise.rewards.runtime.calling import call_rewards, reward_name
-from groupwise.rewards.runtime.models import RewardModel
+from groupwise.rewards.runtime.calling import call_rewards
+from groupwise.rewards.runtime.models import RewardModel, reward_name
 from groupwise.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ _NOT_REPLAYED = (
     *("rollout_", "reward_weights", "max_tool", "tool_timeout", "reward_timeout", "reward_on_error"),
     *("eval_", "num_generations_eval", "log_", "num_completions_to_print", "terminal_metrics"),
     *("save_rollouts", "trust_remote_code", "model_init_kwargs", "wandb_", "use_liger_loss"),
-    "chat_template_kwargs",
+    *("chat_template_kwargs", "dataset_weights", "metrics_by", "prompt_filter"),
 )
 #: Settings with one of these beginnings that the loss depends on.
 _OF_THE_LOSS = ("vllm_importance_sampling", "rollout_func_importance")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils.data import Dataset
 from transformers import (
     AutoProcessor,
     PrinterCallback,
@@ -24,6 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from groupwise.agents.start import EnvironmentRows
 from groupwise.commands.replay.bundle import ADAPTER_FIELDS, is_replayed, open_recording
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import PromptSource
@@ -33,7 +33,7 @@ from groupwise.generation.base import GenerationBackend
 from groupwise.hf import checkpointing, run_directory
 from groupwise.policy.introspection import has_adapter
 from groupwise.random_state import get_state, set_state
-from groupwise.records import Completion, Experience, MicroBatch, Row, SamplerSettings
+from groupwise.records import Completion, Experience, MicroBatch, SamplerSettings
 from groupwise.reporting.rollout_files import FOLDER, Recording, StepRecord, device, versions
 from groupwise.trainer import GRPOTrainer
 
@@ -207,19 +207,6 @@ class _Positions(PromptSource):
 
     def restore(self, snapshot: dict[str, int]) -> None:
         pass
-
-
-class _Unread(Dataset[Row]):
-    """Dataset of the run's length, whose rows are not read."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Row:
-        return {"prompt": "recorded"}
 
 
 class _RecordedSampler(GenerationBackend):
@@ -418,9 +405,12 @@ def replay(
         checkpoint = None if recording.is_bundle else _checkpoint_before(recording, step)
         if model is None:
             model = _model_of(recording, step, checkpoint)
-        text = processing_class or _processor_of(checkpoint, trust_remote_code)
+        has_tokenizer = checkpoint is not None and (checkpoint / "tokenizer_config.json").exists()
+        if processing_class is None and has_tokenizer:
+            processing_class = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         trainer = _build(
-            recording, step, directory, model, text, trainer_class, trust_remote_code=trust_remote_code
+            *(recording, step, directory, model, processing_class, trainer_class),
+            trust_remote_code=trust_remote_code,
         )
         trainer.add_callback(_FollowRecord(trainer, number))
         with _threads(header):
@@ -466,13 +456,6 @@ def _check_run(header: Mapping[str, Any]) -> None:
             "processes, so that only as many can repeat a step; start it with `accelerate launch "
             f"--num_processes {needed} -m groupwise.cli replay …`"
         )
-
-
-def _processor_of(checkpoint: Path | None, trust_remote_code: bool) -> Any:
-    """Return the tokenizer or processor that the checkpoint contains, if any."""
-    if checkpoint is None or not (checkpoint / "tokenizer_config.json").exists():
-        return None
-    return AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
 
 
 def _checkpoint_before(recording: Recording, step: int) -> Path | None:
@@ -527,7 +510,7 @@ def _build(
         model,
         [_named_reward(name) for name in header["reward_funcs"]],
         config,
-        train_dataset=_Unread(header["num_prompts"] or of_stream),
+        train_dataset=EnvironmentRows(header["num_prompts"] or of_stream),  # of the length; not read,
         processing_class=processing_class,
         peft_config=None if has_adapter(model) else _adapter_config(header["adapter"]),
         backend=_RecordedSampler(reports_mask=not truncation_unknown),

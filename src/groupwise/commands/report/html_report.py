@@ -108,10 +108,6 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
     kept = _kept(rows, max_completions, {row for first, last, _ in changed for row in (first, last)})
     place = {row: position for position, row in enumerate(kept)}
     prompts: dict[str, int] = {}  # each text once, by its position
-
-    def prompt_index(prompt: str) -> int:
-        return prompts.setdefault(prompt, len(prompts))
-
     right, shares = right_or_wrong(rows, totals)
     described = []
     for index, (name, files) in enumerate(runs.items()):
@@ -143,7 +139,7 @@ def report_data(runs: Mapping[str, RunFiles], max_completions: int) -> dict[str,
             "run": [rows[i][0] for i in kept],
             "mode": [rows[i][1].mode for i in kept],
             "step": [rows[i][1].step for i in kept],
-            "prompt": [prompt_index(rows[i][1].prompt) for i in kept],
+            "prompt": [prompts.setdefault(rows[i][1].prompt, len(prompts)) for i in kept],
             "text": [rows[i][1].text for i in kept],
             "total": [_short(totals[i]) for i in kept],
             "advantage": [_short(rows[i][1].advantage) for i in kept],

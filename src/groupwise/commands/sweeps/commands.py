@@ -1,70 +1,26 @@
-"""Small files in the directory of a sweep: commands from another process, and the clones that it started."""
+"""Small files in the directory of a sweep: its lock, and commands from another process."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from groupwise.config.redact import masked
 from groupwise.errors import ConfigError, GroupwiseError, warn_once
 from groupwise.files import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 
-_LOCK, _FOLDER, _CLONES = "_sweep.lock", "_commands", "_clones.json"
+_LOCK, _FOLDER = "_sweep.lock", "_commands"
 _SUFFIXES = (".json", ".taken", ".answer", ".tmp")  # of the files of a command
-
-
-class SavedClone(NamedTuple):
-    """Clone that a sweep started; its settings are those of ``source`` with ``changes``.
-
-    checkpoint: that of the source from which it started; None: it started at step 0.
-    """
-
-    source: str
-    changes: dict[str, Any]
-    checkpoint: str | None
-
-
-def read_clones(directory: Path) -> dict[str, SavedClone]:
-    """Return the clones of the last sweep in ``directory`` by name, a clone after its source.
-
-    Damaged ones are reported and left out, and a copy of the file is kept.
-    """
-    path, found, damaged = directory / _CLONES, dict[str, SavedClone](), list[str]()
-    try:
-        for name, saved in dict(json.loads(path.read_bytes())).items():
-            match saved:
-                case [str(source), dict(changes), str() | None as checkpoint]:
-                    found[name] = SavedClone(source, changes, checkpoint)
-                case _:
-                    damaged.append(f"clone {name!r} is {saved!r:.80}")
-    except FileNotFoundError:
-        return {}
-    except Exception as error:  # of reading, json and dict: whatever the file holds
-        damaged.append(f"{type(error).__name__}: {error}")
-    if damaged:
-        kept = shutil.copy(path, path.with_name(f"{path.stem}-damaged.json")) if path.is_file() else path
-        logger.error(
-            "%s is damaged, and clones of it do not continue: %s; kept as %s", path, "; ".join(damaged), kept
-        )
-    return found
-
-
-def write_clones(directory: Path, clones: dict[str, SavedClone]) -> None:
-    """Save the clones for a sweep that is resumed in another process, without credentials."""
-    if clones or (directory / _CLONES).exists():
-        _write(directory / _CLONES, masked({name: list(clone) for name, clone in clones.items()}))
 
 
 @contextmanager
@@ -75,18 +31,14 @@ def sweep_lock(directory: Path) -> Iterator[None]:
         ConfigError: another process runs one there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / _LOCK)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(directory / _LOCK, timeout=0):
+            for left in directory.glob(f"{_FOLDER}/*"):  # of a sweep that was killed, and sent since
+                if left.suffix in _SUFFIXES and not left.is_dir():
+                    left.unlink(missing_ok=True)
+            yield
     except Timeout:
         raise ConfigError(f"a sweep is running in {str(directory)!r}; wait for its end") from None
-    try:
-        for left in directory.glob(f"{_FOLDER}/*"):  # of a sweep that was killed, and sent since
-            if left.suffix in _SUFFIXES and not left.is_dir():
-                left.unlink(missing_ok=True)
-        yield
-    finally:
-        lock.release()
 
 
 def answer_commands(directory: Path, execute: Callable[[dict[str, Any]], str]) -> None:
@@ -142,13 +94,11 @@ def send_command(directory: Path, command: dict[str, Any], poll_seconds: float =
 def _is_running(directory: Path) -> bool:
     if not (directory / _LOCK).exists():
         return False
-    lock = FileLock(directory / _LOCK)
     try:
-        lock.acquire(timeout=0)
+        with FileLock(directory / _LOCK, timeout=0):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -21,22 +21,18 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, install_cpu_training
 from groupwise.errors import ConfigError
-from groupwise.generation.base import RUN_SETTINGS, ProcessingClass
-from groupwise.generation.decoding import (
-    RowSampler,
+from groupwise.generation.base import RUN_SETTINGS
+from groupwise.generation.decoding import RowSampler, decode_groups, group_prompts
+from groupwise.generation.settings import (
     can_decode_groups,
-    decode_groups,
-    group_prompts,
     keep_autocast_weights,
-)
-from groupwise.generation.transformers_backend import (
-    TransformersBackend,
-    make_backend,
+    make_recorder,
     without_model_settings,
 )
-from groupwise.generation.truncation import make_recorder
+from groupwise.generation.transformers_backend import TransformersBackend, make_backend
 from groupwise.policy.introspection import CausalLM, evaluation_mode, is_text_only
 from groupwise.records import Completion, SamplingOptions
+from groupwise.tokenization.text import ProcessingClass
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -78,11 +74,6 @@ class SharedBackend(TransformersBackend):
         if graphs is not None:
             graphs.reason = "the runs of a sweep are decoded in one batch"
         return graphs
-
-    def padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Return the length that the prompts of a run on its own are padded to."""
-        multiple = self.pad_to_multiple_of or 1
-        return -(-max(map(len, prompts)) // multiple) * multiple
 
     def check(self, sampling: SamplingOptions = RUN_SETTINGS) -> None:
         """Raise ConfigError if a setting does not act on each row independently."""
@@ -139,14 +130,8 @@ class _Part:
         """Return the completions of the run from the tokens after the prompts, padded on the right."""
         if self.error is not None:
             return self.error
-        limits = self.request.sampling.max_tokens or [self.config.max_new_tokens] * len(sequences)
-        masks = (
-            [None] * len(sequences) if self.recorder is None else self.recorder.completions(len(sequences))
-        )
-        return [
-            self.backend.completion(tokens[:limit], mask)
-            for tokens, limit, mask in zip(sequences, limits, masks, strict=True)
-        ]
+        limits = self.request.sampling.max_tokens
+        return self.backend.completions(sequences, limits, self.config, self.recorder)
 
 
 class _JointSampler(RowSampler):

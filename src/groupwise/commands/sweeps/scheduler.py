@@ -22,21 +22,15 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from groupwise.commands.sweeps.adapters import check_adapter, has_finite_adapter, shared_copy
-from groupwise.commands.sweeps.commands import (
-    SavedClone,
-    answer_commands,
-    read_clones,
-    sweep_lock,
-    write_clones,
-)
+from groupwise.commands.sweeps.commands import answer_commands, sweep_lock
 from groupwise.commands.sweeps.sampler import PolicySampler
 from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import chosen_backend
+from groupwise.config.sampling import chosen_backend, json_dict
 from groupwise.config.settings import OPTIMIZER_STATE, TRAINER_STATE
 from groupwise.data.dataset_checks import has_image_columns
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, is_interrupt, nearest_name
-from groupwise.generation.base import check_backend, json_dict
+from groupwise.generation.backends import check_backend
 from groupwise.hf.run_directory import checkpoints
 from groupwise.policy.introspection import check_model, has_adapter
 from groupwise.policy.loading import load_policy, load_processing_class
@@ -180,7 +174,7 @@ class Sweep:
         self.directory = self._check()
         first = next(iter(self.runs.values())).args
         self.processing_class = load_processing_class(processing_class, model, first)
-        self._rounds, self._saved_clones = 0, dict[str, SavedClone]()
+        self._rounds = 0
         shared = [run for run in self.runs.values() if run.shares_base]
         if shared:
             self._base = load_policy(model, shared[0].args).to(shared[0].args.device)  # type: ignore[arg-type]
@@ -254,15 +248,14 @@ class Sweep:
         is "no".
 
         Args:
-            resume_from_checkpoint: True: every run continues from its newest checkpoint, if it has one.
+            resume_from_checkpoint: True: every run continues from its newest checkpoint, if it has one;
+                so does a clone of an earlier sweep that is given as a run, under its name.
 
         Raises:
             Exception: of the first run, if all runs failed.
         """
         with preserved_state(), preserved_accelerate(), sweep_lock(self.directory):
             try:
-                self._saved_clones = read_clones(self.directory) if resume_from_checkpoint else {}
-                write_clones(self.directory, self._saved_clones)
                 if resume_from_checkpoint:
                     self._resume()
                 while any(run.is_active or run.clones for run in self.runs.values()):
@@ -278,15 +271,12 @@ class Sweep:
         return self.runs
 
     def _resume(self) -> None:
-        """Let every run continue from its newest checkpoint, and the saved clones too."""
         for run in self.runs.values():
-            if checkpoints(Path(str(run.args.output_dir))):
-                run.resume_from = True
-        for name, clone in list(self._saved_clones.items()):
-            if clone.source not in self.runs:
-                logger.error("clone %r does not continue: its source %r is no run", name, clone.source)
-            elif name not in self.runs:  # else the settings of the sweep have it now
-                self._add_clone(self.runs[clone.source], name, clone.changes, clone)
+            run.resume_from = bool(checkpoints(Path(str(run.args.output_dir)))) or None
+        own = {Path(str(run.args.output_dir)) for run in self.runs.values()}
+        for path in sorted(set(self.directory.iterdir()) - own):
+            if checkpoints(path):  # a clone of an earlier process
+                logger.warning("%s does not continue: list it as a run with its name and settings", path)
 
     @contextmanager
     def _boundary(self, run: SweepRun) -> Iterator[None]:
@@ -363,32 +353,18 @@ class Sweep:
         for name, changes in requested:
             self._add_clone(run, name, changes)
 
-    def _add_clone(
-        self, run: SweepRun, name: str, changes: Mapping[str, Any], saved: SavedClone | None = None
-    ) -> None:
-        """Build a copy of a run with changes; a failed run if that is not possible.
-
-        Args:
-            saved: of an earlier process: it goes on from its newest checkpoint, or begins where it began.
-        """
+    def _add_clone(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> None:
+        """Build a copy of a run with changes; a failed run if that is not possible."""
         clone = self.runs[name] = SweepRun(name, run.args, run.reward_funcs, run.peft_config)
         with self._boundary(clone):
             clone.args, step = self._clone_settings(run, name, changes), run.state.global_step
-            start: str | None = saved.checkpoint if saved else None
-            if saved is None and step:
+            if step:
                 run.save_step()
-                start = str(checkpoints(Path(str(run.args.output_dir)))[step])
-            clone.resume_from = start
-            if saved is not None and checkpoints(self.directory / name):
-                clone.resume_from = True
-            elif start is not None and not Path(start).is_dir():
-                raise ConfigError(f"it has no checkpoint, and that of its source, {start!r}, is gone")
-            elif start is not None and clone.args.learning_rate != run.args.learning_rate:
-                clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
+                clone.resume_from = str(checkpoints(Path(str(run.args.output_dir)))[step])
+                if clone.args.learning_rate != run.args.learning_rate:
+                    clone.learning_rate_factor = clone.args.learning_rate / run.args.learning_rate
             self._build(clone)
             cast(GRPOTrainer, clone.trainer).applied_on_resume = {"learning_rate"}
-            self._saved_clones[name] = SavedClone(run.name, dict(changes), start)
-            write_clones(self.directory, self._saved_clones)
 
     def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
         """Return the settings of a run with changes; call it in the thread of the scheduler."""

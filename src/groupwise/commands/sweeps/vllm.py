@@ -12,8 +12,8 @@ from groupwise.commands.sweeps.adapters import lora_layers, shared_copy
 from groupwise.commands.sweeps.sampler import Runs
 from groupwise.commands.sweeps.turns import TurnThread
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import json_dict
 from groupwise.errors import BackendError
-from groupwise.generation.base import ProcessingClass, json_dict
 from groupwise.generation.vllm import colocate
 from groupwise.generation.vllm.base import Request
 from groupwise.generation.vllm.colocate import ColocatedBackend, EngineCall, generate_together
@@ -22,6 +22,7 @@ from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import image_suppress_tokens
+from groupwise.tokenization.text import ProcessingClass
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import math
 import zlib
@@ -14,13 +13,14 @@ from itertools import chain, groupby
 from typing import Any, TypeAlias
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
+from groupwise.config.sampling import SAMPLING_FIELDS, json_dict, sampler_settings
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import RUN_SETTINGS, GenerationBackend, json_dict
+from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
 from groupwise.policy.heads.weights import changes_head, is_tied
 from groupwise.policy.introspection import CausalLM, adapters_of, has_adapter, is_quantized
 from groupwise.policy.quantization import check_quantized
 from groupwise.policy.weight_iterator import PolicyWeights
+from groupwise.random_state import derived_seed
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs
@@ -34,8 +34,12 @@ _NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engin
 _ROUNDING = 1e-3  # of the log-prob of a token whose probability is 1
 _NO_TOP_K = 2**31 - 1  # of int32; vLLM takes the size of the vocabulary instead
 
-#: (seed, number of samples, max_tokens); requests with equal keys have equal results under the same weights.
-RequestKey: TypeAlias = tuple[int, int, int]
+#: One object per token id: a list of ids has 8 bytes per token, not 36.
+_IDS: dict[int, int] = {}
+
+#: (seed, number of samples, max_tokens, optimizer step that takes them); requests with equal keys have equal
+#: results under the same weights.
+RequestKey: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Request:
         seed: seed of the first sample; vLLM adds 1 per further sample.
         max_tokens: maximum completion length.
         images: images of the prompt; empty for text.
+        step: optimizer step that takes the samples.
     """
 
     prompt: Sequence[int]
@@ -55,6 +60,7 @@ class Request:
     seed: int
     max_tokens: int
     images: ImageInputs = field(default_factory=ImageInputs)
+    step: int = 0
 
     def by_row(self, samples: Sequence[Completion]) -> list[Completion]:
         """Return one sample per row; greedy decoding makes a single one."""
@@ -87,7 +93,7 @@ class Request:
 
     @property
     def key(self) -> RequestKey:
-        return self.seed, len(self.rows), self.max_tokens
+        return self.seed, len(self.rows), self.max_tokens, self.step
 
 
 def sampling_fields(
@@ -142,7 +148,7 @@ def make_completion(
     if kept is None and candidates is not None:
         kept = [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
     return Completion(
-        list(token_ids),
+        [*map(_IDS.setdefault, token_ids, token_ids)],
         logps=[logp if logp > _NO_LOGPROB else math.nan for logp in logps],
         truncated=finish_reason == "length",
         versions=list(versions),
@@ -175,7 +181,10 @@ def check_sample(
             not 1 <= len(token_ids) <= max_tokens
         ),
         f"token ids outside of 0 to {vocab_size - 1}": not all(map(are_ids, [token_ids, *kept])),
-        "log-probs that are not at most 0": not all(logp <= _ROUNDING for logp in logps),  # NaN: neither
+        # NaN, too: its sum is NaN.
+        "log-probs that are not at most 0": not (
+            sum(logps) < math.inf and max(logps, default=0) <= _ROUNDING
+        ),
         "a sampling mask without the sampled tokens": bool(kept)
         and any(ids and token not in ids for token, ids in zip(token_ids, kept, strict=True)),
     }
@@ -215,12 +224,10 @@ def group_requests(
 
     for (prompt, limit, of_images, _), group in groupby(range(len(prompts)), content):
         rows = list(group)
-        digest = hashlib.blake2b(f"{seed} {step} {rank} {list(prompt)}{of_images}".encode(), digest_size=8)
-        # 62 bits: base_seed + samples fits a signed 64-bit integer
-        base_seed = int.from_bytes(digest.digest(), "big") >> 2
+        base_seed = derived_seed(seed, step, rank, f"{list(prompt)}{of_images}")
         first = num_samples.get(base_seed, 0)
         own = seeds[rows[0]] if seeds else base_seed + first
-        requests.append(Request(prompts[rows[0]], rows, own, limit, inputs[rows[0]]))
+        requests.append(Request(prompts[rows[0]], rows, own, limit, inputs[rows[0]], step))
         num_samples[base_seed] = first + len(rows)
     return requests
 
@@ -335,12 +342,12 @@ class VLLMBackend(GenerationBackend):
         requests = self.make_requests(prompts, sampling, self.version, num_samples)
         samples = self.complete(requests, sampling)
         self._num_samples = step, num_samples  # only now: a failed call is repeated with the same seeds
-        completions = []
-        for completion in chain.from_iterable(samples):  # with the digests of its weights, if all are known
-            digests = [self.weight_digests.get(one, "") for one in dict.fromkeys(completion.versions or ())]
-            digest = "+".join(digests) if all(digests) else ""
-            completions.append(replace(completion, weight_digest=digest or None))
-        return completions
+        return [self.with_digest(completion) for completion in chain.from_iterable(samples)]
+
+    def with_digest(self, completion: Completion) -> Completion:
+        """Return a completion with the digests of the weights that sampled it, if all are known."""
+        digests = [self.weight_digests.get(one, "") for one in dict.fromkeys(completion.versions or ())]
+        return replace(completion, weight_digest=("+".join(digests) if all(digests) else "") or None)
 
     def make_requests(
         self,

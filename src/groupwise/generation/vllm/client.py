@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -35,8 +35,24 @@ from groupwise.threads import EventLoop
 
 try:
     import httpx
+    import msgspec
 except ImportError as missing:
-    raise ConfigError("vllm_mode='server' needs httpx: pip install 'groupwise[server]'") from missing
+    raise ConfigError("vllm_mode='server' needs httpx, msgspec: pip install 'groupwise[server]'") from missing
+
+
+class _Token(msgspec.Struct, gc=False):
+    """Fields of a sampled token, or of a candidate, that are read; a response has others."""
+
+    token_id: int
+    logprob: float
+
+
+class _Position(_Token, gc=False):
+    top_logprobs: list[_Token]
+
+
+#: Errors in reading a response.
+_UNUSABLE = LookupError, TypeError, ValueError, AttributeError, RecursionError, msgspec.DecodeError
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
@@ -51,7 +67,10 @@ CONCURRENCY = 128
 PATIENCE = 5.0
 #: Longest time of a request in units of the timeout, however much the server does for others.
 LONGEST = 20
+#: Bytes of log-probs that are decoded at a time: in less than 1 ms, in which no other thread runs.
+PIECE = 2**16
 
+_GENERATE = "/inference/v1/generate"
 _RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
 _MAX_POLL = 10.0  # seconds for a health or metrics request
 _COUNTERS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", re.MULTILINE)
@@ -152,7 +171,8 @@ class HttpClient:
             read: see :meth:`reading`.
 
         Returns:
-            the decoded response, text if it is not JSON; or the value that ``read`` takes from it.
+            the decoded response, text if it is not JSON, bytes of a generation; or the value that ``read``
+            takes from it.
 
         Raises:
             LostAnswerError: no usable response; repeating the request may succeed.
@@ -189,7 +209,7 @@ class HttpClient:
         """Turn errors in reading a response into a LostAnswerError that names the server and the response."""
         try:
             yield
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except _UNUSABLE as error:
             raise LostAnswerError(
                 f"the vLLM server at {self.url} sent an answer that cannot be used ({type(error).__name__}: "
                 f"{error}): {reprlib.repr(response)[:200]}"
@@ -234,7 +254,9 @@ class HttpClient:
     async def _send(self, method: str, path: str, body: object) -> Any:
         try:
             async with self.http.stream(method, path, json=body) as response:
-                await response.aread()
+                answer = bytearray()  # grows in place: a list of parts and their join would be two copies
+                async for part in response.aiter_bytes():
+                    answer += part
                 if response.status_code >= 500:
                     # The server closes the connection soon, maybe during the next request.
                     await response.extensions["network_stream"].aclose()
@@ -242,12 +264,12 @@ class HttpClient:
             raise LostAnswerError(f"{type(error).__name__}: {error}") from error
         status = response.status_code
         if status == 200:
-            if response.text.lstrip().startswith("<"):  # of a proxy, or another service
-                raise LostAnswerError(f"{self.url} returned a web page for {path}: {_reason(response.text)}")
+            if answer[:100].lstrip().startswith(b"<"):  # of a proxy, or another service
+                raise LostAnswerError(f"{self.url} returned a web page for {path}: {_reason(answer)}")
             with suppress(ValueError, RecursionError):
-                return response.json()
-            return response.text
-        shown = f"{method} {path} returned {status}: {_reason(response.text)}"
+                return answer if path == _GENERATE else json.loads(answer)
+            return answer.decode(errors="replace")
+        shown = f"{method} {path} returned {status}: {_reason(answer)}"
         if status in _RETRYABLE:
             raise LostAnswerError(shown)
         raise BackendError(
@@ -263,6 +285,27 @@ class HttpClient:
                 if sum(counts) not in (0, self._num_tokens):
                     self._num_tokens, self._last_progress = sum(counts), self._last_poll
         return self._last_progress
+
+
+def cut_logprobs(answer: bytes | bytearray) -> bytes:
+    """Return a generation with the places of pieces of ``answer``, [start, end], as its lists of log-probs.
+
+    Log-probs are nearly all of its bytes. They are cut between entries, about every ``PIECE`` bytes, in the
+    compact form in which vLLM writes them; a list in another form stays.
+    """
+    begin, parts, start = b'"content":[', list[bytes | bytearray](), 0
+    # With candidates an entry ends in the bracket of their list; a candidate does not. No string has quotes.
+    close = b"]}" if b'"top_logprobs":[' in answer else b"}"
+    while (first := answer.find(begin + b"{", start) + len(begin)) >= len(begin):
+        if (last := answer.find(close + b"]}", first) + len(close)) < first:
+            break
+        cuts = [first]
+        while (cut := answer.find(close + b",{", cuts[-1] + PIECE, last)) >= 0:
+            cuts.append(cut + len(close) + 1)
+        pieces = [[a, b - 1] for a, b in pairwise([*cuts, last + 1])]  # without the comma between them
+        parts += [answer[start:first], msgspec.json.encode(pieces)[1:-1]]
+        start = last
+    return b"".join([*parts, answer[start:]])
 
 
 class VLLMServers:
@@ -316,7 +359,7 @@ class VLLMServers:
             samples by row. The future raises LostWeightsError if the server needs weights first, or sampled
             with others than those of this step and the later ones.
         """
-        since = len(self.steps) - 1
+        since = len(self.steps) - 1  # before the adapter is read, which an update changes first
         return self._background.submit(self._generate(first, request, params, self.adapter, since))
 
     async def _generate(
@@ -360,8 +403,9 @@ class VLLMServers:
         params, version = body["sampling_params"], body.get("model")
         if number > 1:
             await self._check_weights(server, version)
-        response = await server.once("POST", "/inference/v1/generate", body, doing=doing)
-        with server.reading(response):
+        answer = await server.once("POST", _GENERATE, body, doing=doing)
+        with server.reading(answer):
+            response = msgspec.json.decode(cut_logprobs(answer))
             choices = sorted(response["choices"], key=itemgetter("index"))
             if [choice["index"] for choice in choices] != list(range(params["n"])):
                 raise ValueError(f"{len(choices)} choices that are not 0 to {params['n'] - 1}")
@@ -371,14 +415,25 @@ class VLLMServers:
             if version is None and "weight_versions" not in choices[0]:
                 # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
                 version = await self._weight_version(server)
-            return [self._completion(choice, params, version, server.url) for choice in choices]
+            return [self._completion(answer, choice, params, version, server.url) for choice in choices]
 
     def _completion(
-        self, choice: dict[str, Any], params: dict[str, Any], version: str | None, url: str
+        self, answer: bytearray, choice: dict[str, Any], params: dict[str, Any], version: str | None, url: str
     ) -> Completion:
-        """Return the record of a choice; raises ValueError, TypeError or LookupError for one that is none."""
-        tokens, content = choice["token_ids"], choice["logprobs"]["content"]
-        if [entry["token_id"] for entry in content] != tokens:
+        """Return the record of a choice of ``answer``; raises what ``reading`` turns for one that is none."""
+        tokens, content, with_top = choice["token_ids"], choice["logprobs"]["content"], params["logprobs"] > 0
+        ids, logps, candidates = list[int](), list[float](), list[list[tuple[int, float]]]()
+        pieces = [slice(*piece) for piece in content] if content and type(content[0]) is list else [content]
+        for piece in pieces:
+            text = b"[" + answer[piece] + b"]" if isinstance(piece, slice) else msgspec.json.encode(piece)
+            entries: list[Any] = msgspec.json.decode(text, type=list[_Position] if with_top else list[_Token])
+            ids += [entry.token_id for entry in entries]
+            logps += [entry.logprob for entry in entries]
+            if with_top:
+                top = [entry.top_logprobs for entry in entries]
+                candidates += [[(one.token_id, one.logprob) for one in position] for position in top]
+            time.sleep(5e-5)  # the thread that trains runs; without a wait this one would go on
+        if ids != tokens:
             raise ValueError("log-probs of other tokens than the sampled ones")
         # A request may outlast an update of the weights, but not a change of the adapter.
         whole: dict[str, Any] = {"version": version, "start": 0, "end": len(tokens)}
@@ -390,14 +445,11 @@ class VLLMServers:
             or edges[-1] != len(tokens)
         ):
             raise ValueError(f"weight versions that do not cover its {len(tokens)} tokens: {spans}")
-        logps, kept, candidates = [entry["logprob"] for entry in content], choice.get("sampling_mask"), None
-        if params["logprobs"] > 0:
-            top = [entry["top_logprobs"] for entry in content]
-            candidates = [[(one["token_id"], one["logprob"]) for one in position] for position in top]
-        ids = kept or [[token for token, _ in position] for position in candidates or ()]
-        check_sample(tokens, logps, ids, params["max_tokens"], self.vocab_size)
-        steps = [self._step(one["version"], url) for one in spans for _ in range(one["start"], one["end"])]
-        return make_completion(tokens, logps, choice["finish_reason"], steps, candidates, kept)
+        kept = choice.get("sampling_mask")
+        positions = kept or [[token for token, _ in position] for position in candidates]
+        check_sample(tokens, logps, positions, params["max_tokens"], self.vocab_size)
+        steps = [[self._step(span["version"], url)] * (span["end"] - span["start"]) for span in spans]
+        return make_completion(ids, logps, choice["finish_reason"], chain(*steps), candidates or None, kept)
 
     def _step(self, version: str, url: str) -> int:
         parts = str(version).split(":")  # run, number of the adapter if it is one, step
@@ -599,8 +651,9 @@ _ADVICE = {
 }
 
 
-def _reason(text: str) -> str:
+def _reason(answer: bytes | bytearray) -> str:
     """Return the message of an error response, shortened."""
+    text = answer.decode(errors="replace")
     with suppress(ValueError):
         found = json.loads(text)
         while isinstance(found, dict):

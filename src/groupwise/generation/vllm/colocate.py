@@ -11,8 +11,10 @@ import importlib.util
 import itertools
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -25,9 +27,10 @@ from transformers.utils import is_torchvision_available
 from groupwise.compat import vllm as compat
 from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
+from groupwise.config.sampling import SAMPLING_FIELDS, check_names, json_dict, sampler_settings
+from groupwise.distributed import broadcast_from_first
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import BackendEntry, ProcessingClass, check_names, json_dict
+from groupwise.generation.backends import BackendEntry
 from groupwise.generation.vllm.base import (
     DEFAULT_MAX_LOGPROBS,
     Request,
@@ -41,6 +44,7 @@ from groupwise.generation.vllm.base import (
     sampling_fields,
 )
 from groupwise.generation.vllm.plugin import ADAPTERS, BACKEND, WEIGHTS, register
+from groupwise.generation.vllm.serve import check_tensor_parallel
 from groupwise.generation.vllm.transfer import AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import WeightCheck
 from groupwise.generation.vllm.weight_source import EngineWeights
@@ -49,7 +53,7 @@ from groupwise.policy.weight_iterator import PolicyWeights, base_weights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.text import end_tokens, text_tokenizer
+from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -382,7 +386,7 @@ def make_backend(
     processing_class: ProcessingClass,
     suppress_tokens: Sequence[int] = (),
 ) -> ColocatedBackend:
-    """Start an engine in this process; see :class:`groupwise.generation.base.BackendFactory`."""
+    """Start an engine in this process; see :class:`groupwise.generation.backends.BackendFactory`."""
     model: CausalLM = policy()
     check_policy(model)
     latent = hasattr(model.config.get_text_config(), "kv_lora_rank")
@@ -392,6 +396,9 @@ def make_backend(
             "(0.32) rotates by other angles: it would sample from another distribution. Use a GPU, or set "
             "use_vllm=False"
         )
+    size, name = config.vllm_tensor_parallel_size, "vllm_tensor_parallel_size"
+    splits = not json_dict(config.vllm_engine_kwargs).get("enable_expert_parallel")
+    check_tensor_parallel(model.config, size, name, splits_experts=splits)
     from vllm import LLM
     from vllm.distributed import get_tp_group
 
@@ -414,7 +421,7 @@ def make_backend(
             arguments.setdefault("language_model_only", not is_torchvision_available())
         if only_adapter:
             arguments |= adapter_arguments(model, directory, quantized=quantized)
-        with compat.preserve_patched(base), compat.preserve_buffers():
+        with compat.preserve_patched(base), compat.preserve_buffers(), _own_shared_memory(config):
             engine = LLM(**arguments)
     return ColocatedBackend(
         engine,
@@ -425,6 +432,13 @@ def make_backend(
         group=get_tp_group().cpu_group if config.vllm_tensor_parallel_size > 1 else None,
         with_images=with_processor and not arguments["language_model_only"],
     )
+
+
+def _own_shared_memory(config: GRPOConfig) -> AbstractContextManager[None]:
+    if config.device.type != "cpu" or config.vllm_tensor_parallel_size == 1:
+        return nullcontext()
+    token = broadcast_from_first(lambda: secrets.token_hex(4), config.process_index == 0, config.world_size)
+    return compat.shared_memory_of_run(token)
 
 
 def sends_only_adapter(model: CausalLM, arguments: Mapping[str, Any]) -> bool:

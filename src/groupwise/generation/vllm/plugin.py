@@ -11,6 +11,7 @@ import uuid
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,11 @@ def register() -> None:
 
 
 @torch.no_grad()
-def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -> list[dict[str, Any]]:
+def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
     """Return one report: the digests of a worker's weights by checkpoint name, without adapters.
 
     Args:
         shapes: shapes of the checkpoint's tensors.
-        sync: chooses the columns that are read back from kernels with repacked weights.
 
     Returns:
         see :meth:`DigestReport.result`.
@@ -93,8 +93,8 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -
                     report.opaque.update(place.name for place in own)
                 if kernel is not None:
                     rows_N = getattr(kernel, "row_digests", None)
-                    read = vllm_weights.kernel_reader(module, kernel, shape[1])
-                    report.add_repacked(own, (shape[0], shape[1]), read, rows_N, sync)
+                    read = partial(vllm_weights.read_kernel, module, kernel, shape[1])
+                    report.add_repacked(own, (shape[0], shape[1]), parameter.dtype, read, rows_N)
     return _kept(worker, [report.result()])
 
 
@@ -108,12 +108,11 @@ def _find_places(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.d
 
 
 @torch.no_grad()
-def adapter_reports(worker: Any, shapes: Mapping[str, Sequence[int]], sync: int) -> list[dict[str, Any]]:
+def adapter_reports(worker: Any, shapes: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
     """Return one report per LoRA adapter of a worker, the latest first.
 
     Args:
         shapes: shapes of the adapter's tensors by their names in the format of PEFT.
-        sync: without effect, as all values can be read.
     """
     reports = []
     for tensors in vllm_weights.adapter_tensors(worker, shapes):
@@ -148,10 +147,7 @@ def same_reports(worker: Any, reports: Sequence[Report]) -> None:
         return
     latest: Report = next(iter(worker.groupwise_reports), {})  # empty: no adapter was loaded
     names = {
-        name
-        for part in ("tensors", "sampled")
-        for name, values in first[part].items()
-        if latest.get(part, {}).get(name) != values
+        name for name, values in first["tensors"].items() if latest.get("tensors", {}).get(name) != values
     } or {"the tensors that can be compared"}
     raise ValueError(f"{DIFFERS} {', '.join(sorted(names)[:3])}")
 

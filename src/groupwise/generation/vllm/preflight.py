@@ -13,17 +13,16 @@ from transformers import AutoConfig, PreTrainedConfig
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings, truncating
 from groupwise.errors import BackendError
-from groupwise.generation.base import ProcessingClass
 from groupwise.generation.vllm.client import HttpClient, VLLMServers
+from groupwise.generation.vllm.serve import EXPERTS
 from groupwise.records import SamplerSettings
-from groupwise.tokenization.text import text_tokenizer
+from groupwise.tokenization.text import ProcessingClass, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
 #: Config fields that determine the shapes of weights.
 _SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_FROM_GPU = ("nccl", "ipc", "sparse_nccl")
+_FROM_GPU = ("nccl", "ipc")
 _SENDABLE = ("groupwise", *_FROM_GPU)
 #: Quantizations of checkpoints with packed weights, which do not take the full matrices that are sent.
 _PACKED = ("bitsandbytes", "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin")
@@ -154,7 +153,7 @@ def _problems(
     loads_4_bits = (
         info.quantization == "bitsandbytes" and getattr(policy, "quantization_config", None) and max_rank
     )
-    shares_experts = info.num_engines > 1 and any(getattr(policy, name, None) for name in _EXPERTS)
+    shares_experts = info.num_engines > 1 and any(getattr(policy, name, None) for name in EXPERTS)
     needed = config.max_completion_length + (config.max_prompt_length or 1)
     checks = {
         f"it serves {info.model} with {name}={size}, but the policy has {expected}; serve that model": True

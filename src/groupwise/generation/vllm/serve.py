@@ -9,8 +9,13 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.compat.vllm import serve_program
+from transformers import PretrainedConfig
 
+from groupwise.compat.vllm import serve_program
+from groupwise.errors import ConfigError
+
+#: Names of the number of experts in configs.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MONITORING = ("/health", "/ping", "/metrics")
 
 
@@ -87,6 +92,42 @@ def serve_command(
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GB
     return [*command, *extra], environment
+
+
+def check_tensor_parallel(
+    config: PretrainedConfig, size: int, setting: str, *, splits_experts: bool = True
+) -> None:
+    """Check that heads and experts divide over the GPUs of a copy of the model, as vLLM does late.
+
+    Heads of keys and values may also be fewer than the GPUs, each on several of them.
+
+    Args:
+        config: the model's.
+        setting: name of ``size`` for the message.
+        splits_experts: every GPU has a part of every expert; False with vLLM's expert parallelism.
+
+    Raises:
+        ConfigError: they do not; the message has the sizes that do.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):  # by layer, or a model without attention
+        return
+    of_keys = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+    if not (splits_experts and isinstance(width, int) and any(getattr(text, name, 0) for name in EXPERTS)):
+        width = 0  # no experts, or widths by layer
+
+    def fits(parts: int) -> bool:
+        return heads % parts == width % parts == 0 and (of_keys % parts == 0 or parts % of_keys == 0)
+
+    if not fits(size):
+        allowed = ", ".join(str(parts) for parts in range(1, heads + 1) if fits(parts))
+        experts = f", or its experts of width {width}" if width else ""
+        raise ConfigError(
+            f"{setting}={size} does not divide the {heads} attention heads ({of_keys} of keys and values) of "
+            f"the model{experts}; allowed: {allowed}. More GPUs serve more copies of it (data parallel)"
+        )
 
 
 def as_shell_line(command: Sequence[str], environment: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ import socket
 import uuid
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import BackendError, ConfigError
-from groupwise.generation.base import RUN_SETTINGS, BackendEntry, ProcessingClass
+from groupwise.generation.backends import BackendEntry
+from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.vllm.base import Request, RequestKey, VLLMBackend, check_policy, lora_rank
 from groupwise.generation.vllm.client import (
     LostAnswerError,
@@ -36,18 +37,14 @@ from groupwise.generation.vllm.client import (
 from groupwise.generation.vllm.plugin import ADAPTERS, DIFFERS, PLACE_ADAPTER, SAME, WEIGHTS
 from groupwise.generation.vllm.preflight import ServerInfo, check_servers
 from groupwise.generation.vllm.serve import as_shell_line, serve_command
-from groupwise.generation.vllm.transfer import (
-    BROADCASTING,
-    WITH_METADATA,
-    AdapterTransfer,
-    WeightTransfer,
-)
+from groupwise.generation.vllm.transfer import WITH_METADATA, AdapterTransfer, WeightTransfer
 from groupwise.generation.vllm.weight_check import Report, WeightCheck
 from groupwise.generation.vllm.weight_source import EngineWeights, NamedTensor
 from groupwise.policy.weight_iterator import LoRAWeights, PolicyWeights, rounded
 from groupwise.records import Completion, SamplingOptions
+from groupwise.threads import settle
 from groupwise.tokenization.images import is_processor
-from groupwise.tokenization.text import end_tokens, text_tokenizer
+from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class VLLMServerBackend(VLLMBackend):
     """Samples on the servers of ``vllm_server_base_url``; connects in the first ``sync_weights``.
 
     Args:
-        policy, config, suppress_tokens: see :class:`groupwise.generation.base.BackendFactory`.
+        policy, config, suppress_tokens: see :class:`groupwise.generation.backends.BackendFactory`.
         processing_class: compared with the servers' tokenizer.
 
     Attributes:
@@ -99,9 +96,24 @@ class VLLMServerBackend(VLLMBackend):
 
     def prefetch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions = RUN_SETTINGS, *, step: int
-    ) -> None:
-        """Send the requests of optimizer step ``step``; unfinished ones continue with the next weights."""
-        self._submit(self.make_requests(prompts, sampling, step, {}), sampling)
+    ) -> list[Future[Completion]]:
+        """Send the requests of optimizer step ``step``; unfinished ones continue with the next weights.
+
+        Other threads may call it. Results are kept until a later step, so that a checkpoint contains them.
+        """
+        requests = self.make_requests(prompts, sampling, step, {})
+        self._submit(requests, sampling)
+        futures: list[Future[Completion]] = [Future() for _ in prompts]
+        for request in requests:
+
+            def settle_rows(answer: Future[list[Completion]], rows: Sequence[int] = request.rows) -> None:
+                error = CancelledError() if answer.cancelled() else answer.exception()
+                for place, row in enumerate(rows):
+                    sample = None if error else self.with_digest(answer.result()[place])
+                    settle(futures[row], sample, error)
+
+            self._pending[request.key].add_done_callback(settle_rows)
+        return futures
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
         """See :class:`VLLMBackend`. Connects to the servers: their flags decide."""
@@ -127,14 +139,14 @@ class VLLMServerBackend(VLLMBackend):
 
     def snapshot(self) -> dict[str, Any]:
         """Return finished prefetched completions, and the number of samples per prompt in this step."""
-        done = [(key, f) for key, f in self._pending.items() if f.done() and not f.cancelled()]
+        done = [(key, f) for key, f in list(self._pending.items()) if f.done() and not f.cancelled()]
         finished = [(key, future.result()) for key, future in done if future.exception() is None]
         return {"finished": finished, **super().snapshot()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot. ``generate`` repeats the requests that were not finished."""
         super().restore(snapshot)
-        for stale in self._pending.values():
+        for stale in list(self._pending.values()):
             stale.cancel()  # closes its connection, and the server aborts the request
         self._pending = {}
         for key, samples in snapshot["finished"]:
@@ -272,7 +284,8 @@ class VLLMServerBackend(VLLMBackend):
         """Push the weights, again if a server restarts meanwhile. A collective: all ranks gather shards."""
         self._source = source
         self._connect()
-        self.servers.steps.append(step)
+        for key in [key for key in list(self._pending) if key[-1] < step]:
+            del self._pending[key]  # turns that were sampled ahead of an earlier step
         first, dtypes = self.server_info[0], [info.dtype for info in self.server_info]
 
         def read() -> Iterator[NamedTensor]:
@@ -285,12 +298,17 @@ class VLLMServerBackend(VLLMBackend):
             try:
                 if first.max_lora_rank is not None:  # it stands for all: they do not differ
                     adapter, base = source.adapter(), iter(source.base() if self._check.needs_base else ())
-                    digests = self._on_all_ranks(partial(self._push_adapter, adapter, step, base))
+                    name = f"{self.servers.run_id}:{self._num_pushes}:{step}"
+                    digests = self._on_all_ranks(partial(self._push_adapter, adapter, name, base))
+                    # In this order: a request that another thread sends names an adapter of a known step.
+                    self.servers.adapter = name
+                    self.servers.steps.append(step)
                 else:
                     self._weights.begin(read)
                     if first.weight_transfer in WITH_METADATA:
                         self._weights.metadata()  # a collective, so before a failure of rank 0
                     self._on_all_ranks(partial(self._prepare, retry=attempt > 1))
+                    self.servers.steps.append(step)  # while they are suspended: no token belongs to two steps
                     digests = self._on_all_ranks(partial(self._push, step))
                 self._check.done = True
                 return digests[0]
@@ -314,13 +332,12 @@ class VLLMServerBackend(VLLMBackend):
             self.disconnect()
             self._check.done = False
 
-    def _push_adapter(self, adapter: LoRAWeights, step: int, base: Iterator[NamedTensor]) -> str | None:
-        """Load the adapter of this step under a name of its own, which later requests carry.
+    def _push_adapter(self, adapter: LoRAWeights, name: str, base: Iterator[NamedTensor]) -> str | None:
+        """Load the adapter of this step under its own name, which later requests carry.
 
         ``base``, the weights below the adapter, are compared before; empty if they were.
         """
-        servers, config = self.servers, self.config
-        name = f"{servers.run_id}:{self._num_pushes}:{step}"
+        config = self.config
         try:
             if config.process_index == 0 and self._check.needs_base:
                 self._check.compare_base(base)
@@ -335,7 +352,6 @@ class VLLMServerBackend(VLLMBackend):
         if config.process_index == 0:
             self._adapters = self._adapters or AdapterTransfer(self, config.rollout_staleness)
             self._adapters.push(adapter, name)
-        servers.adapter = name
         return self._check.compare_adapter(adapter) if config.process_index == 0 else None
 
     def load_adapter(self, name: str, path: Path) -> int:
@@ -374,7 +390,7 @@ class VLLMServerBackend(VLLMBackend):
         if self._transfer is None:
             backend, timeout = str(self.server_info[0].weight_transfer), self.config.vllm_server_timeout
             given: dict[str, Any] = {}
-            if backend in BROADCASTING and rank == 0:
+            if backend == "nccl" and rank == 0:
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                     server = urlsplit(servers.servers[0].url)
                     probe.connect((server.hostname, server.port))  # UDP: sends nothing

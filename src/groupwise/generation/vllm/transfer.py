@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -24,17 +23,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from safetensors.torch import save_file
 
-from groupwise.compat.vllm import sparse_patch, trainer_engine
+from groupwise.compat.vllm import trainer_engine
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.plugin import ADAPTER_FILES, BACKEND
-from groupwise.generation.vllm.weight_source import ChangedValues, EngineWeights, NamedTensor, current_stream
+from groupwise.generation.vllm.weight_source import EngineWeights, NamedTensor, current_stream
 from groupwise.policy.weight_iterator import BUCKET_BYTES, LoRAWeights, buckets
 from groupwise.threads import settle, start_thread
 
@@ -44,10 +42,8 @@ if TYPE_CHECKING:
 
     from groupwise.generation.vllm.client import VLLMServers
 
-logger = logging.getLogger(__name__)
-
-#: Engines of vLLM that read :meth:`EngineWeights.metadata`, and those that broadcast.
-WITH_METADATA, BROADCASTING = ("nccl", "ipc"), ("nccl", "sparse_nccl")
+#: Engines of vLLM, which read :meth:`EngineWeights.metadata`; "nccl" broadcasts.
+WITH_METADATA = ("nccl", "ipc")
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -88,7 +84,6 @@ class WeightTransfer:
         self.rank, self.timeout = rank, timeout
         self.failure: Exception | None = None
         self.answer: Future[None] = Future()
-        self._changes = ChangedValues()  # of sparse_nccl
         if backend in WITH_METADATA:
             sizes = [one.nbytes for one in weights.metadata()]
             # CUDA IPC refuses a tensor that is larger than its buffer.
@@ -101,8 +96,7 @@ class WeightTransfer:
         def connect() -> Any:
             if backend == BACKEND:  # without vLLM in the trainer's environment
                 return BucketSender.trainer_init(BucketSenderInfo(**given), client=self, source=weights)
-            source = None if backend == "sparse_nccl" else weights
-            return trainer_engine(backend, self, source, rank=rank, **given)
+            return trainer_engine(backend, self, weights, rank=rank, **given)
 
         # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source. The ranks of "ipc" share
         # barriers.
@@ -147,8 +141,6 @@ class WeightTransfer:
         try:
             if self.engine is None:
                 self.weights.end(read_rest=True)
-            elif self.backend == "sparse_nccl":
-                self._send_changes()
             else:
                 self._run(self.engine.send_weights)
         except BaseException as error:
@@ -178,7 +170,7 @@ class WeightTransfer:
             BackendError, LostAnswerError: the broadcast or a request failed; the message has both states.
         """
         self.answer = answer = Future[None]()
-        if self.backend not in BROADCASTING:
+        if self.backend != "nccl":
             result = function()
             if self.failure is not None:
                 raise self.failure
@@ -206,23 +198,6 @@ class WeightTransfer:
         kind = BackendError if error is None else type(error)
         raise kind(f"{error or engines}; the NCCL broadcast of the trainer {state}") from error
 
-    def _send_changes(self) -> None:
-        """Send the values of which a bit changed since the last push, and all of them in the first one."""
-        self.start_weight_update()
-        num_sent = num_values = 0
-        for bucket in buckets(self.weights, BUCKET_BYTES):
-            patches = []
-            for name, tensor in bucket:
-                indices = self._changes.update(name, tensor)
-                if num_values == 0 and len(indices) == 0:  # a restarted server refuses one value, not none
-                    indices = indices.new_zeros(1)
-                num_sent, num_values = num_sent + len(indices), num_values + tensor.numel()
-                if len(indices):
-                    patches.append(sparse_patch(name, indices, tensor))
-            if patches:
-                self._run(partial(self.engine.send_weight_chunk, patches))
-        logger.info("sent %d of %d values", num_sent, num_values)
-
 
 @dataclass
 class BucketSenderInfo:
@@ -244,8 +219,7 @@ class BucketSender:
     def __init__(
         self, init_info: BucketSenderInfo, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
     ) -> None:
-        self.client = client
-        self.read = getattr(source, "iter_full", partial(iter, source))  # a source of vLLM 0.33 has iter_full
+        self.client, self.source = client, source
         self.directory: Path | None = None
         if not init_info.in_process:
             self.directory, self._remove = shared_directory(self)
@@ -261,7 +235,7 @@ class BucketSender:
     def send_weights(self) -> None:
         """Send all weights of the source."""
         self.client.start_weight_update()
-        for bucket in buckets(self.read(), BUCKET_BYTES):
+        for bucket in buckets(self.source, BUCKET_BYTES):
             if self.directory is None:
                 self.client.update_weights({"weights": bucket})
             else:

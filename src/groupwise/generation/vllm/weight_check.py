@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from groupwise.errors import BackendError
-from groupwise.policy.digests import columns_of, part_digest, sampled_columns, tensor_digest
+from groupwise.policy.digests import tensor_digest
 from groupwise.policy.weight_iterator import LoRAWeights
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,11 @@ class _Own:
 
     by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it,
         if there may be one.
-    sampled: of the columns :func:`sampled_columns` by dtype; empty for a vector.
-    num_sampled: number of their elements.
     """
 
     shape: tuple[int, ...]
     numel: int
     by_dtype: Mapping[str, torch.Tensor]
-    sampled: Mapping[str, torch.Tensor]
-    num_sampled: int
 
 
 class WeightCheck:
@@ -55,7 +51,7 @@ class WeightCheck:
 
     Attributes:
         done: the engines were compared since they started.
-        num_syncs: number of compared syncs, which chooses the columns that are read back.
+        num_syncs: number of compared syncs.
         base: digest of the weights below an adapter.
         own: digests of the tensors of this sync; empty if it is not to be compared.
         wider: names of tensors that an engine holds in a wider dtype than its own, by its last reports.
@@ -113,21 +109,15 @@ class WeightCheck:
 
     def _digests(self, tensor: torch.Tensor, scale: float, may_be_wider: bool) -> _Own:
         by_dtype: dict[str, torch.Tensor] = {}
-        sampled: dict[str, torch.Tensor] = {}
-        columns = sampled_columns(self.num_syncs, columns_of(tensor.shape))
         for dtype in self.dtypes:
             value = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
             value = value if scale == 1 else value * scale
             by_dtype[dtype] = tensor_digest(value)
-            if tensor.dim() == 2:
-                part = value[:, columns.start : columns.stop]
-                sampled[dtype] = part_digest(part, columns.start, (tensor.shape[1], 1), tensor.shape[1])
             if value.dtype.itemsize >= tensor.dtype.itemsize and scale == 1:
                 by_dtype[""] = by_dtype[dtype]  # not rounded
         if "" not in by_dtype and may_be_wider:
             by_dtype[""] = tensor_digest(tensor if scale == 1 else tensor * scale)
-        num_sampled = tensor.numel() // columns_of(tensor.shape) * len(columns)
-        return _Own(tuple(tensor.shape), tensor.numel(), by_dtype, sampled, num_sampled)
+        return _Own(tuple(tensor.shape), tensor.numel(), by_dtype)
 
     def compare(self, *, adapter: bool = False) -> str | None:
         """Compare the recorded weights with those of all engines.
@@ -145,7 +135,7 @@ class WeightCheck:
             return None
         wider: set[str] = set()
         shapes = {name: list(own.shape) for name, own in self.own.items()}
-        for engine, dtype, of_workers in self.fetch(adapter, {"shapes": shapes, "sync": self.num_syncs}):
+        for engine, dtype, of_workers in self.fetch(adapter, {"shapes": shapes}):
             failures = [BackendError(f"{engine} has no adapter")]
             for reports in zip(*of_workers, strict=True):
                 try:
@@ -216,12 +206,6 @@ def _problem(name: str, own: _Own, dtype: str, reports: Sequence[Report]) -> str
         return f"is held in {found[0][2]}, and was held in {dtype} before"
     if (sum(part for part, _, _ in found) - copies * digest.item()) % _MODULUS:
         return "has other values"
-    read = [report["sampled"][name] for report in reports if name in report["sampled"]]
-    if not read:
-        return ""
-    copies = sum(count for _, count in read) // own.num_sampled
-    if (sum(part for part, _ in read) - copies * own.sampled[dtype].item()) % _MODULUS:
-        return "has other values in the copy that its kernel reads"
     return ""
 
 

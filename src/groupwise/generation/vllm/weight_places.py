@@ -15,13 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from groupwise.compat.torch import observed_operations, storage_id
-from groupwise.policy.digests import (
-    columns_of,
-    digest_of_rows,
-    part_digest,
-    sampled_columns,
-    tensor_digest,
-)
+from groupwise.policy.digests import columns_of, digest_of_rows, part_digest, tensor_digest
 
 Key = TypeVar("Key")
 
@@ -149,11 +143,10 @@ class DigestReport:
         self.opaque: set[str] = set()
         self.empty: list[str] = []
         self._tensors: dict[str, list[tuple[torch.Tensor, int, str]]] = defaultdict(list)
-        self._sampled: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor; it may have further rows and columns of zeros."""
-        self._add(name, tensor_digest(tensor), torch.Size(self.shapes[name]).numel(), tensor)
+        self._add(name, tensor_digest(tensor), torch.Size(self.shapes[name]).numel(), tensor.dtype)
 
     def add(self, places: Sequence[Place], parameter: torch.Tensor) -> None:
         """Add the places in a parameter with the axes that it was loaded with."""
@@ -166,23 +159,22 @@ class DigestReport:
             except ValueError:
                 self.opaque.add(place.name)
             else:
-                self._add(place.name, digest, part.numel(), values)
+                self._add(place.name, digest, part.numel(), values.dtype)
 
     def add_repacked(
         self,
         places: Sequence[Place],
         shape: tuple[int, int],
-        read: Callable[[range], torch.Tensor],
+        dtype: torch.dtype,
+        read: Callable[[], torch.Tensor],
         rows_N: torch.Tensor | None,
-        sync: int,
     ) -> None:
         """Add a matrix (N, K) whose values only a kernel has.
 
         Args:
-            read: returns columns of the matrix as (C, N).
-            rows_N: digests of the rows, taken when the matrix was repacked. Some columns are read, too. None:
-                all columns are.
-            sync: chooses the columns that are read.
+            dtype: dtype in which the kernel has it.
+            read: returns the matrix from its kernel.
+            rows_N: digests of the rows, taken when the matrix was repacked; None: it is read.
         """
         width = shape[1]
         # Rows of the matrix are rows of the checkpoint's tensors, from the first to the last column.
@@ -193,30 +185,23 @@ class DigestReport:
             for place in places
         )
         if rows_N is None or not aligned:
-            self.add(places, read(range(width)).T)
+            self.add(places, read())
             return
-        columns = sampled_columns(sync, width)
-        read_CN = read(columns)
         for place in places:
             first, count = place.offset // width, place.sizes[0]
             digest = digest_of_rows(rows_N[first : first + count], place.own_offset // width, (count,), (1,))
-            self._add(place.name, digest, count * width, read_CN)
-            part = read_CN[:, first : first + count].T
-            offset = place.own_offset + columns.start
-            self._sampled[place.name].append((part_digest(part, offset, (width, 1), width), part.numel()))
+            self._add(place.name, digest, count * width, dtype)
 
-    def _add(self, name: str, digest: torch.Tensor, numel: int, values: torch.Tensor) -> None:
-        self._tensors[name].append((digest, numel, str(values.dtype).removeprefix("torch.")))
+    def _add(self, name: str, digest: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
+        self._tensors[name].append((digest, numel, str(dtype).removeprefix("torch.")))
 
     def result(self) -> dict[str, Any]:
         """Return lists and plain values, for :class:`groupwise.generation.vllm.weight_check.WeightCheck`.
 
         ``tensors``: name: [digest, number of elements, dtype], the first two summed over all places that the
-        worker computes with; ``sampled``: name: [digest, number of them] of the columns that were read;
-        ``opaque``: names that cannot be compared; ``empty``.
+        worker computes with; ``opaque``: names that cannot be compared; ``empty``.
         """
         found = [digest for entries in self._tensors.values() for digest, _, _ in entries]
-        found += [digest for entries in self._sampled.values() for digest, _ in entries]
         values = iter(torch.stack(found).tolist() if found else [])  # one transfer from the device
         tensors = {
             name: [
@@ -226,11 +211,7 @@ class DigestReport:
             ]
             for name, entries in self._tensors.items()
         }
-        sampled = {
-            name: [_as_int64(sum(next(values) for _ in entries)), sum(n for _, n in entries)]
-            for name, entries in self._sampled.items()
-        }
-        return {"tensors": tensors, "sampled": sampled, "opaque": sorted(self.opaque), "empty": self.empty}
+        return {"tensors": tensors, "opaque": sorted(self.opaque), "empty": self.empty}
 
 
 def _as_int64(number: int) -> int:

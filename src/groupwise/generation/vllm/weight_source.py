@@ -1,4 +1,4 @@
-"""Weights of the policy for engines that read them on other CUDA streams, packed, or as changes."""
+"""Weights of the policy for engines that read them on other CUDA streams, or packed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 
 NamedTensor = tuple[str, torch.Tensor]
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
 class WeightMeta(NamedTuple):
@@ -77,9 +75,7 @@ class EngineWeights:
         Args:
             read_rest: read the rest first, because other ranks wait for this one in its collectives.
         """
-        with (
-            self._lock
-        ):  # waits until a tensor that another thread merges is finished and the policy restored
+        with self._lock:  # waits until another thread has merged its tensor and the policy is restored
             rest, self._rest = self._rest, iter(())
             for _ in rest if read_rest else ():
                 pass
@@ -102,25 +98,3 @@ def _aligned(weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
 def current_stream() -> torch.cuda.Stream | None:
     """Return the current CUDA stream, None without a GPU."""
     return torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-
-class ChangedValues:
-    """Values of weights that differ in any bit from those of the last call, for engines that take changes.
-
-    Holds a copy of all weights on the CPU, pinned if they are on a GPU: copies to it do not wait.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, torch.Tensor] = {}
-
-    def update(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the indices of changed values in the flat tensor, at first all."""
-        values = tensor.detach().reshape(-1)
-        if (last := self._last.get(name)) is None:
-            changed = torch.arange(len(values), device=values.device)
-            last = self._last[name] = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
-        else:
-            bits, before = _BITS[values.element_size()], last.to(values.device, non_blocking=True)
-            changed = (values.view(bits) != before.view(bits)).nonzero().flatten()
-        last.copy_(values, non_blocking=True)  # the same stream reads it in the next call
-        return changed

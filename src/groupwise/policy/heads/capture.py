@@ -19,7 +19,7 @@ Axes: B sequences, K positions that the model passes to its head, N = B · K, H 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -70,6 +70,7 @@ def forward_logprobs(
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
+    router_weight_S: torch.Tensor | None = None,
     kept: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute log-probs and entropies at the K positions that ``inputs["logits_to_keep"]`` selects.
@@ -80,17 +81,18 @@ def forward_logprobs(
         inputs: arguments of its forward. An index of positions (K,) may repeat some, for a batch of one row.
         targets_BK: the token predicted at each kept position, int64.
         with_aux_loss: also return the balancing loss of a mixture-of-experts model.
+        router_weight_S: return router sums instead, in which the S tokens of the pass have these weights.
         kept: tokens of the truncated distribution at the B · K positions; None: all tokens.
 
     Returns:
-        log-probs (B, K) and entropies (B, K), float32, and the balancing loss, a scalar; the latter two are
-        None unless requested.
+        log-probs (B, K) and entropies (B, K), float32, and the balancing loss, a scalar, or the router sums
+        (2E + 1,) of ``policy.experts``; the latter two are None unless requested.
     """
     if head.name == "dense":
         # The model selects: on several CPU threads, gradients at a repeated position vary in the last bit.
-        output = model(**_arguments(model, inputs, with_aux_loss))
+        output, aux_loss = call_model(model, inputs, with_aux_loss, router_weight_S)
         logps, entropy = logps_from_logits(output.logits, targets_BK, temperature, with_entropy, kept)
-        return logps, entropy, output.aux_loss if with_aux_loss else None
+        return logps, entropy, aux_loss
     positions_K = inputs.get("logits_to_keep")
     if isinstance(positions_K, torch.Tensor):
         # The head selects. The backward of the model's own indexing sums the gradients of a repeated position
@@ -99,7 +101,8 @@ def forward_logprobs(
     else:
         positions_K = None
     compute = logprob_computation(targets_BK, temperature, with_entropy, kept, positions_K=positions_K)
-    outputs, aux_loss = forward_at_head(model, inputs, head, compute, with_aux_loss=with_aux_loss)
+    options: Any = {"with_aux_loss": with_aux_loss, "router_weight_S": router_weight_S}
+    outputs, aux_loss = forward_at_head(model, inputs, head, compute, **options)
     return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
 
 
@@ -110,6 +113,7 @@ def forward_at_head(
     compute: HeadComputation,
     *,
     with_aux_loss: bool = False,
+    router_weight_S: torch.Tensor | None = None,
 ) -> tuple[Outputs, torch.Tensor | None]:
     """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
 
@@ -117,18 +121,39 @@ def forward_at_head(
         compute: function of the hidden states (B, K, H) and the head's weights.
 
     Returns:
-        outputs of ``compute``, differentiable, and the balancing loss or None.
+        outputs of ``compute``, differentiable, and the balancing loss, router sums or None.
     """
     inner = unwrapped(model)
     described = head_weights(inner, fp32=head.fp32, with_adapter=False)  # added once, in the forward
     with compute_at_head(inner, described, compute) as captured:
-        output = model(**_arguments(model, inputs, with_aux_loss))
-    return captured.read(output.logits), output.aux_loss if with_aux_loss else None
+        output, aux_loss = call_model(model, inputs, with_aux_loss, router_weight_S)
+    return captured.read(output.logits), aux_loss
 
 
-def _arguments(model: nn.Module, inputs: ModelInputs, with_aux_loss: bool) -> ModelInputs:
+def call_model(
+    model: nn.Module,
+    inputs: ModelInputs,
+    with_aux_loss: bool = False,
+    router_weight_S: torch.Tensor | None = None,
+) -> tuple[Any, torch.Tensor | None]:
+    """Run one forward pass. Returns its output, and the balancing loss, router sums or None.
+
+    ``inputs["routing"]``, if there, are a ``BatchRouting`` and the places of the tokens of the pass in it.
+    """
+    with_aux_loss |= router_weight_S is not None
+    inputs = {**inputs}
+    routing, index_S = inputs.pop("routing", (None, None))
+    replayed: Any = nullcontext() if routing is None else routing.in_pass(model, index_S)
     chosen = with_aux_loss or configs_with_router_logits(model)  # only experts have the argument
-    return {**inputs, "use_cache": False, **({"output_router_logits": with_aux_loss} if chosen else {})}
+    given = {**inputs, "use_cache": False, **({"output_router_logits": with_aux_loss} if chosen else {})}
+    balanced: Any = nullcontext()
+    if router_weight_S is not None:
+        from groupwise.policy.experts import balancing_sums
+
+        balanced = balancing_sums(model, router_weight_S)
+    with replayed, balanced:
+        output = model(**given)
+    return output, getattr(output, "aux_loss", None) if with_aux_loss else None
 
 
 @dataclass

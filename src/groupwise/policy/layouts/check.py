@@ -1,43 +1,56 @@
-"""Check of a sequence layout on a few rows: its errors are compared with those of the padded layout.
+"""Check of a sequence layout on a few rows, against the model's own forward on each of them alone.
 
-Both are measured against the padded layout in float32, so that the rounding of half precision counts as
-rounding and not as a difference of the layouts.
+The reference is what a user of the model would compute: one row without padding, the model's own positions,
+attention and head, no cache, no gradient checkpoints. Errors are those against a float32 computation, so that
+the rounding of half precision counts as rounding and not as a difference of the layouts.
 
-Axes: B rows, T completion tokens.
+Axes: B rows, S tokens of a row, T completion tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from groupwise.compat.accelerate import is_out_of_memory
+from groupwise.errors import ConfigError
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.introspection import base_model, evaluation_mode, unwrapped
+from groupwise.policy.introspection import (
+    base_model,
+    evaluation_mode,
+    plain_logps,
+    unwrapped,
+)
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import ImageInputs, TokenBatch
-from groupwise.records.images import has_images
+from groupwise.records.fast_paths import FastPath
+from groupwise.records.images import has_images, join_images
 from groupwise.tokenization.images import image_token_id
+
+logger = logging.getLogger(__name__)
 
 #: Log-probs (B, T) under a model in some layout, differentiable.
 ComputeLogps = Callable[[nn.Module, TokenBatch], torch.Tensor]
+#: Balancing loss of a mixture of experts in some layout, a scalar.
+ComputeAuxLoss = Callable[[nn.Module, TokenBatch], torch.Tensor | None]
 
 _TOKENS = 32  # of a prompt and of a completion
-_FACTOR = 2.0  # allowed error of the layout in errors of the padded layout
+_FACTOR = 2.0  # allowed error of the layout in errors of the model's own forward
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 #: Errors against a float32 computation: mean |error| of log-probs in nats; error of a gradient relative to
 #: its norm, 0 if none was computed.
 Errors = tuple[float, float]
-#: Errors that are allowed beyond those of the padded layout, by dtype of the matrix products.
+#: Errors that are allowed beyond those of the model's own forward, by dtype of the matrix products.
 _ALLOWED: dict[torch.dtype, Errors] = {
     torch.float64: (1e-6, 1e-6),
     torch.float32: (2e-4, 2e-3),
@@ -48,28 +61,28 @@ _ALLOWED: dict[torch.dtype, Errors] = {
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """Result of :func:`check_layout`.
+    """Result of :meth:`RowsAlone.check`.
 
-    layout, padded: errors of the layout and of the padded layout.
+    layout, alone: errors of the layout, and of the model's own forward on each row alone.
     dtype: dtype of the matrix products.
     num_tokens: number of compared tokens.
     """
 
     layout: Errors
-    padded: Errors
+    alone: Errors
     dtype: torch.dtype
     num_tokens: int
 
     @property
     def allowed(self) -> list[float]:
         """Largest errors with which the layout passes."""
-        pairs = zip(self.padded, _ALLOWED[self.dtype], strict=True)
+        pairs = zip(self.alone, _ALLOWED[self.dtype], strict=True)
         return [_FACTOR * error + beyond for error, beyond in pairs]
 
     def __str__(self) -> str:
         logps, gradient = (
-            f"{mine:.2g} (padded layout: {theirs:.2g}, allowed: {allowed:.2g})"
-            for mine, theirs, allowed in zip(self.layout, self.padded, self.allowed, strict=True)
+            f"{mine:.2g} (rows alone: {theirs:.2g}, allowed: {allowed:.2g})"
+            for mine, theirs, allowed in zip(self.layout, self.alone, self.allowed, strict=True)
         )
         return (
             f"on {self.num_tokens} tokens in {self.dtype} their mean error in nats is {logps}, and the "
@@ -82,82 +95,165 @@ class LayoutCheck:
         return all(error <= allowed for error, allowed in zip(self.layout, self.allowed, strict=True))
 
 
-def check_layout(
-    model: nn.Module,
-    batch: TokenBatch,
-    head: LogprobHead,
-    compute: ComputeLogps,
-    *,
-    dtype: torch.dtype,
-    sharded: bool,
-) -> LayoutCheck:
-    """Compare ``compute`` with the padded layout and with float32 on a few rows of ``batch``.
+class RowsAlone:
+    """Log-probs of a few rows by the model's own forward, with which layouts are compared.
 
     Args:
         model: the policy; gradients of its parameters are not changed.
+        batch: rows of the run.
         dtype: dtype of the matrix products; the float32 computation is skipped if it is not half precision.
         sharded: parameters are sharded: the wrapped model is called, equally often on every rank, and
             gradients are not compared.
+        evaluation: compare in evaluation mode alone, without gradient checkpoints; as many forwards on every
+            rank.
+        longer: tokens that some compared rows exceed, as of a sliding window; 0: all are short.
+
+    Attributes:
+        moved: mean change in nats of the log-probs before the last token of a row if that token is another
+            one, for a causal model no more than rounding.
+        random: layouts are compared in evaluation mode, because the forward of training is another one.
+        balancing_loss: of the padded model on these rows, if it is compared; see :func:`balancing_loss_of`.
 
     Raises:
         RuntimeError: the model does not run in float32.
     """
-    image_token = image_token_id(base_model(model).config)
-    rows = probe_rows(batch, image_token)  # at most 4 rows of 32 + 32 tokens, more with images
-    # Below DDP: it expects a backward pass after each of its forward passes with gradients.
-    inner = model if sharded else unwrapped(model)
-    # Two weights near the input: their gradients pass all layers. Not an embedding: five tensors of its size
-    # may take more memory than a micro-batch.
-    tables = {id(module.weight) for module in inner.modules() if isinstance(module, nn.Embedding)}
-    trained = [p for p in inner.parameters() if p.requires_grad and id(p) not in tables]
-    probes = [] if sharded else trained[:2]
 
-    def padded(_model: nn.Module, _rows: TokenBatch, head: LogprobHead = head) -> torch.Tensor:
-        return compute_padded_logprobs(_model, _rows, head, with_entropy=False).logps_BT
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        *,
+        dtype: torch.dtype,
+        sharded: bool,
+        evaluation: bool = False,
+        longer: int = 0,
+    ) -> None:
+        # 3 rows of 32 + 32 tokens, more with images; the first is a neighbour of those that are compared.
+        self.rows = probe_rows(batch, image_token_id(base_model(model).config), longer)
+        self.model, self.dtype, self.evaluation = model, dtype, evaluation or sharded
+        # Below DDP: it expects a backward pass after each of its forward passes with gradients.
+        self.inner = model if sharded else unwrapped(model)
+        # Two weights near the input, whose gradients pass all layers, and the vectors of every layer (norms,
+        # biases). Not an embedding: five tensors of its size may take more memory than a micro-batch.
+        tables = {id(module.weight) for module in self.inner.modules() if isinstance(module, nn.Embedding)}
+        trained = [p for p in self.inner.parameters() if p.requires_grad and id(p) not in tables]
+        vectors = [parameter for parameter in trained[2:] if parameter.dim() == 1]
+        self.probes = [] if sharded else [*trained[:2], *vectors]
+        self.num_tokens = int(self.rows.loss_mask_BT.sum())
+        # In reverse, so that what a model keeps of earlier rows (RoPE of type "dynamic") is not the same.
+        each = [self.rows.select([row]) for row in (2, 1)]
+        with evaluation_mode(model):
+            plain = self._measure(_alone, each)  # (B, T), and a gradient
+            # A further forward only where rounding is large.
+            exact = self._measure(_in_float32, each) if dtype in _HALF_PRECISION else plain
+        # (3, T), zeros for the neighbour.
+        self.exact, own = ((F.pad(of[0].flip(0), (0, 0, 1, 0)), of[1]) for of in (exact, plain))
+        self.alone = self._errors(own)
+        self.balancing_loss: torch.Tensor | None = None
+        self.random, self.moved = self._change_last(each[1], plain[0][1:])
 
-    def exact(_model: nn.Module, _rows: TokenBatch) -> torch.Tensor:
-        with float32_computation(_rows.prompt_ids_BL.device.type):
-            return padded(_model, _rows, replace(head, fp32=True))
+    def _change_last(self, row: TokenBatch, logps_1T: torch.Tensor) -> tuple[bool, float]:
+        """Compute a row with another last token, in training mode and, if that differs, in evaluation mode.
 
-    measure = partial(_measure, inner, probes)
-    # Prompts with images are whole, and no layer is recomputed in evaluation mode: the activations of one
-    # padded row at a time, beside those of the layout, which computes a prompt once.
-    each = [rows.select([row]) for row in range(len(rows))] if has_images(rows.images) else [rows]
-    with evaluation_mode(model):
-        of_padded, of_layout = measure(padded, each), measure(compute, [rows])
-        # A third forward only where rounding is large.
-        true_logps_BT, true_gradient = measure(exact, each) if dtype in _HALF_PRECISION else of_padded
-    num_tokens = int(rows.completion_mask_BT.sum())
+        Returns:
+            True if the forward of training is another one, as with dropout; change of the log-probs before.
+        """
+        width = row.completion_ids_BT.shape[1]
+        last_1 = row.completion_ids_BT[:, -1]
+        others = row.completion_ids_BT[0]
+        other = others[(others != last_1).long().argmax()]  # the same one where all tokens are equal
+        changed = replace(
+            row, completion_ids_BT=torch.cat([row.completion_ids_BT[:, :-1], other.view(1, 1)], 1)
+        )
+        moved = 0.0
+        # Dropout of an adapter that adds 0 yet is in its gradient alone.
+        parts = self.inner.modules()
+        random = any("Dropout" in type(part).__name__ and getattr(part, "p", 0) for part in parts)
+        for training in (False,) if self.evaluation or random else (True, False):
+            with _mode(self.model, training), torch.no_grad():
+                now_1T = _alone(self.inner, changed)
+            moved = (now_1T - logps_1T[:, :width])[:, :-1].abs().mean().item()
+            if moved <= _ALLOWED[self.dtype][0]:
+                return not training, moved
+        return True, moved
 
-    def errors(logps_BT: torch.Tensor, gradient: torch.Tensor) -> Errors:
+    @property
+    def is_causal(self) -> bool:
+        return self.moved <= _ALLOWED[self.dtype][0]
+
+    def check(self, compute: ComputeLogps) -> LayoutCheck:
+        """Compare ``compute`` with the rows alone, in the mode that trains, with its gradient checkpoints."""
+        images = has_images(self.rows.images)  # whole prompts: the activations of a pair of rows at a time
+        pairs = [self.rows.select([0, 1]), self.rows.select([2])]
+        with _mode(self.model, training=not self.random):
+            given = self._measure(compute, pairs if images else [self.rows])
+        return LayoutCheck(self._errors(given), self.alone, self.dtype, self.num_tokens)
+
+    def _measure(self, compute: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
+        logps, gradient = [], torch.zeros(())
+        for part in parts:
+            with torch.set_grad_enabled(bool(self.probes)):
+                logps_BT = compute(self.inner, part) * part.loss_mask_BT  # padding holds any value
+                total = logps_BT.sum()
+            logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
+            if total.requires_grad:  # not that of a text, if the vision tower alone is trained
+                of_part = torch.autograd.grad(total, self.probes, materialize_grads=True)
+                gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
+        return torch.cat(logps), gradient
+
+    def _errors(self, given: tuple[torch.Tensor, torch.Tensor]) -> Errors:
+        (logps_BT, gradient), (true_logps_BT, true_gradient) = given, self.exact
         norm = true_gradient.norm().clamp(min=1e-12)  # 0 for a frozen model
-        of_logps = (logps_BT - true_logps_BT).abs().sum() / num_tokens
+        of_logps = (logps_BT - true_logps_BT).abs().sum() / self.num_tokens
         return of_logps.item(), ((gradient - true_gradient).norm() / norm).item()
 
-    return LayoutCheck(errors(*of_layout), errors(*of_padded), dtype, num_tokens)
+
+def check_causal(rows: RowsAlone) -> None:
+    """Refuse a model whose later tokens change earlier log-probs.
+
+    Raises:
+        ConfigError: it is one; the message has the change.
+    """
+    if not rows.is_causal:
+        raise ConfigError(
+            f"the last token of a row changes the log-probs before it by {rows.moved:.2g} nats: "
+            f"{type(base_model(rows.model)).__name__} does not attend causally, so that a completion is not "
+            "sampled from the log-probs that it is trained with; use a causal language model"
+        )
 
 
-def _measure(
-    model: nn.Module, probes: list[nn.Parameter], compute_logps: ComputeLogps, parts: list[TokenBatch]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
-    logps, gradient = [], torch.zeros(())
-    for part in parts:
-        with torch.set_grad_enabled(bool(probes)):
-            logps_BT = compute_logps(model, part) * part.completion_mask_BT  # padding holds any value
-            total = logps_BT.sum()
-        logps.append(F.pad(logps_BT.detach(), (0, _TOKENS - logps_BT.shape[1])))
-        if total.requires_grad:  # not that of a text, if the vision tower alone is trained
-            of_part = torch.autograd.grad(total, probes, materialize_grads=True)
-            gradient = gradient.to(logps_BT) + torch.cat([each.flatten().float() for each in of_part])
-    return torch.cat(logps), gradient
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Context manager of training or evaluation mode that keeps the mode and the random state."""
+    devices = [p.device for p in model.parameters() if p.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices), evaluation_mode(model):
+        model.train(training)
+        yield
 
 
-def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
-    """Return at most four rows, shortened, their completions continued with tokens of these rows.
+def _alone(model: nn.Module, row: TokenBatch) -> torch.Tensor:
+    """Compute log-probs (1, T) of one row as ``model`` computes a sequence by itself."""
+    (ids_1S, _), num_tokens = row.sequences(), row.completion_ids_BT.shape[1]
+    length = ids_1S.shape[1]
+    images = {} if row.images is None else join_images(row.images, [0], length, ids_1S.device)
+    predicting_T = torch.arange(length - num_tokens - 1, length - 1, device=ids_1S.device)
+    return plain_logps(model, ids_1S, predicting_T, images, row.sampler.temperature).unsqueeze(0)
+
+
+def _in_float32(model: nn.Module, row: TokenBatch) -> torch.Tensor:
+    with float32_computation(row.prompt_ids_BL.device.type):
+        return _alone(model, row)
+
+
+def probe_rows(batch: TokenBatch, image_token: int | None = None, longer: int = 0) -> TokenBatch:
+    """Return three rows, shortened, their completions continued with tokens of these rows.
 
     Completions of a few tokens would leave the decision to their rounding. The lengths differ by row. Prompts
     with images come first and stay whole; rows with images in their completion are left out, or lose them.
+
+    Args:
+        longer: number of tokens that the second row passes in its completion; 0: all are short.
     """
     inputs, whole = batch.images or (ImageInputs(),) * len(batch), list(range(len(batch)))
     if batch.images is not None:  # only then lengths are read: text does not wait for them
@@ -165,7 +261,7 @@ def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
         whole = [row for row, length in enumerate(lengths) if inputs[row].end < length]
     rows = sorted(whole or range(len(batch)), key=lambda row: not inputs[row].arrays)
     last = len(rows) - 1
-    few = batch.select([rows[index] for index in sorted({0, min(1, last), max(last - 1, 0), last})])
+    few = batch.select([rows[0], rows[min(1, last)], rows[last]])  # of one row three: equally many forwards
     images = few.images if whole else None
     few = few.shortened(few.prompt_ids_BL.shape[1] if has_images(images) else _TOKENS, _TOKENS)
     prompt_mask_BL, mask_BT = few.prompt_mask_BL.bool(), few.completion_mask_BT.bool()
@@ -177,14 +273,33 @@ def probe_rows(batch: TokenBatch, image_token: int | None = None) -> TokenBatch:
     filler_BT = found[(step_T * (2 * row_B1 + 1) + row_B1) % len(found)]  # in another order in every row
     missing = _TOKENS - mask_BT.shape[1]
     ids_BT = torch.where(F.pad(mask_BT, (0, missing)), F.pad(few.completion_ids_BT, (0, missing)), filler_BT)
-    lengths_BT = (step_T < _TOKENS - 3 * row_B1).long()  # 32, 29, 26 and 23 tokens  # (B, T), T = 32
+    lengths_BT = (step_T < _TOKENS - 3 * row_B1).long()  # 32, 29 and 26 tokens  # (B, T), T = 32
+    prompts = list(zip(few.prompt_ids_BL, prompt_mask_BL, strict=True))
+    group_ids_B = few.group_ids_B
+    if not has_images(images):
+        of_row = [ids_L[mask_L] for ids_L, mask_L in prompts]  # (L_i,) each
+        # The last prompt loses a quarter, from the left: whatever the batch, some row is padded.
+        of_row[-1] = of_row[-1][len(of_row[-1]) // 4 :]
+        group_ids_B = 2 * group_ids_B + (row_B1.squeeze(1) == len(few) - 1)
+        if longer:
+            # The completion of the second row, which is compared, passes this length, as does that of its
+            # neighbour before it; the last row stays short. Rows of one group keep one prompt.
+            more = max(longer - _TOKENS // 4 - len(of_row[1]), 0)
+            more_M = found[torch.arange(more, device=found.device) % len(found)]
+            of_row[:2] = [torch.cat([more_M, ids]) for ids in of_row[:2]]
+        width = max(map(len, of_row))
+        prompts = [
+            (F.pad(ids, (width - len(ids), 0)), F.pad(torch.ones_like(ids), (width - len(ids), 0)))
+            for ids in of_row
+        ]
+    prompt_ids_BL, prompt_mask_BL = (torch.stack(parts).long() for parts in zip(*prompts, strict=True))
     return TokenBatch(
-        prompt_ids_BL=few.prompt_ids_BL,
-        prompt_mask_BL=few.prompt_mask_BL,
+        prompt_ids_BL=prompt_ids_BL,
+        prompt_mask_BL=prompt_mask_BL,
         completion_ids_BT=ids_BT,
         completion_mask_BT=lengths_BT,
-        loss_mask_BT=lengths_BT,
-        group_ids_B=few.group_ids_B,
+        loss_mask_BT=lengths_BT * (row_B1 > 0),
+        group_ids_B=group_ids_B,
         old_logps_BT=torch.full(ids_BT.shape, torch.nan, device=ids_BT.device),
         sampler=batch.sampler,
         images=images,
@@ -261,3 +376,138 @@ def _unpack(packed: Any) -> torch.Tensor:
         return packed
     weight, size, stride, offset = packed
     return weight.detach().float().as_strided(size, stride, offset)
+
+
+@torch.no_grad()
+def balancing_loss_of(rows: RowsAlone, head: LogprobHead) -> torch.Tensor:
+    """Return the balancing loss of the padded model on the compared rows, in evaluation mode.
+
+    Raises:
+        ConfigError: the forward accepts ``output_router_logits`` and returns no balancing loss.
+    """
+    with evaluation_mode(rows.model):  # routers may add noise in training
+        output = compute_padded_logprobs(rows.inner, rows.rows, head, with_entropy=False, with_aux_loss=True)
+    if output.aux_loss is None:
+        raise ConfigError(
+            f"the forward of {type(base_model(rows.model)).__name__} accepts output_router_logits and "
+            "returns no balancing loss (aux_loss), so that its experts would be trained without one; set "
+            "router_aux_loss_coef=0.0"
+        )
+    return output.aux_loss
+
+
+@torch.no_grad()
+def check_balancing_loss(rows: RowsAlone, compute: ComputeAuxLoss) -> None:
+    """Raise a RuntimeError if the balancing loss of a layout is not that of the padded model.
+
+    In half precision a few tokens choose other experts.
+    """
+    with evaluation_mode(rows.model):
+        in_layout = compute(rows.inner, rows.rows)
+    assert in_layout is not None and rows.balancing_loss is not None
+    error = (in_layout / rows.balancing_loss - 1).abs().item()
+    allowed = 1e-4 if rows.dtype.itemsize >= 4 else 5e-2
+    if not error <= allowed:  # NaN exceeds every number
+        raise RuntimeError(
+            f"its balancing loss differs by {error:.2g} of that of the padded model (allowed: {allowed:g})"
+        )
+
+
+class Way(NamedTuple):
+    """Parts of a log-prob computation: layout, head, and if packed attention runs in a varlen kernel."""
+
+    layout: str  # "shared_prefix", "forked", "packed", "padded" or "equal_length"
+    head: str  # "chunked" or "dense"
+    varlen: bool = False  # a kernel of half precision; blocks otherwise
+
+
+def choose_way(computer: Any, model: nn.Module, batch: TokenBatch) -> None:
+    """Compare layout and head of a ``LogprobComputer`` with rows alone, and take the first to pass.
+
+    After its first check, only those that were chosen may pass.
+
+    Raises:
+        ConfigError: none passes.
+    """
+    dtype, alone, cause, reason = computer.mixed_precision or next(model.parameters()).dtype, None, None, ""
+    fixed = computer.sharded or computer.reentrant
+    options: Any = {"dtype": dtype, "sharded": computer.sharded, "evaluation": fixed}
+    try:
+        alone = RowsAlone(model, batch, longer=computer.longer(batch.prompt_ids_BL.shape[1]), **options)
+    except Exception as error:  # a model that does not run in float32, or not on a row alone
+        cause = _unless_out_of_memory(error)
+    else:
+        check_causal(alone)
+        alone.balancing_loss = balancing_loss_of(alone, computer.head) if computer.with_aux_loss else None
+    first = Way(computer.layout, computer.head.name, computer.varlen)
+    layouts = (first.layout,) if computer.checked else (first.layout, *computer.other_layouts)
+    heads = (first.head,) if computer.checked else (first.head, *computer.other_heads)
+    # The chosen layout with its kernel, then without; then the others, each with every head.
+    for way in [first] * first.varlen + [Way(layout, head) for layout in layouts for head in heads]:
+        _use(computer, way)
+        message, cause = _failure(computer, alone, cause)
+        # Images of other ranks may come earlier than the first ones here: no collective then.
+        if not (message if computer.checked else computer.any_rank(bool(message))):
+            break
+        reason = reason or f"{first.layout!r} {message or 'fails its check on another rank'}"
+    else:
+        _use(computer, first)  # messages and a caller that goes on see what the settings chose
+        if computer.other_layouts and not computer.checked:
+            name = type(base_model(model)).__name__
+            raise ConfigError(
+                f"no sequence layout reproduces the log-probs of {name} on a row alone ({reason}): "
+                "its rows depend on others, as with rotary embeddings of type 'dynamic'"
+            ) from cause
+        advice = "'auto', which tries all layouts" if not computer.checked else "'padded'"
+        raise ConfigError(f"sequence_layout={reason}; use {advice}") from cause
+    if reason:
+        _report(computer, first, way, reason)
+    elif alone is not None and alone.random and not computer.paths[0].reason:
+        mode = "its forward in training is random" if not fixed else "its checkpoints or shards need it"
+        computer.paths[0] = computer.paths[0]._replace(reason=f"compared in evaluation mode: {mode}")
+
+
+def _use(computer: Any, way: Way) -> None:
+    computer.layout, computer.varlen = way.layout, way.varlen
+    computer.head = replace(computer.head, name=way.head)
+
+
+def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, Exception | None]:
+    """Return how the present layout and head fail their check, and the error; "": they pass."""
+    try:
+        if alone is None:  # nothing to compare with: padded sequences are what every model takes
+            assert computer.layout == "padded", cause
+            return "", None
+        check = alone.check(lambda m, rows: computer.compute(m, rows, with_entropy=False).logps_BT)
+        if check.passed and alone.balancing_loss is not None and computer.layout != "padded":
+            # A padded batch has the loss of transformers itself; the other layouts make it of their sums.
+            options: Any = {"with_entropy": False, "with_aux_loss": True}
+            own = computer.balanced
+            check_balancing_loss(alone, lambda m, rows: own(computer.compute(m, rows, **options)).aux_loss)
+    except Exception as error:  # the layout's forward of an unknown model, in any way
+        cause = cause or _unless_out_of_memory(error)
+        return f"cannot be checked: {type(cause).__name__}: {cause}", cause
+    return "" if check.passed else f"does not reproduce this model's log-probs: {check}", None
+
+
+def _report(computer: Any, first: Way, way: Way, reason: str) -> None:
+    """Show what the run computes with instead of ``first``, and why."""
+    changed = {}
+    for index, setting in enumerate(("sequence_layout", "logprob_head")):
+        if way[index] != first[index]:
+            changed[setting] = way[index]
+            name = computer.paths[index].name
+            computer.paths[index] = FastPath(name, str(way[index]), reason, True)
+    if first.varlen:  # its path is listed third, after layout and head
+        computer.paths[2:] = [FastPath("attention", "blocks", reason, True)]
+    now = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    logger.warning(
+        "sequence_layout=%s; %s", reason, f"using {now}" if now else "attention is computed in blocks"
+    )
+    computer.fell_back = "sequence_layout" in changed
+
+
+def _unless_out_of_memory(error: Exception) -> Exception:
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        raise error
+    return error

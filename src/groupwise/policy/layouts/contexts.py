@@ -128,6 +128,7 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
     )
     source: list[int] = []
     positions: list[int] = []
+    counts: list[int] = []  # rows that contain the token
     branches: list[Branch] = []
     paths: dict[int, list[int]] = {}  # by row, the packed index of each of its tokens
     # Rows that begin alike are neighbours in the order of their tokens; and their common beginning so far.
@@ -141,6 +142,7 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
         begin = group[0] * width + max_prompt - prompts[group[0]]  # of the row in the padded batch
         source += range(begin + len(path), begin + end)
         positions += range(len(path), end)
+        counts += [len(group)] * len(own)
         if own:  # queries of their own, keys of all tokens before them on the path
             branches.append((path, own))
         path = [*path, *own]
@@ -153,7 +155,7 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
     for row, length in enumerate(completions):  # a token is predicted at the one before it on its path
         logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
         output_index += range(row * max_completion, row * max_completion + length)
-    lists = (source, positions, logit_index, output_index, [0, len(source)])
+    lists = (source, positions, counts, logit_index, output_index, [0, len(source)])
     return packed_on_device(batch, lists, branches, completions, varlen=varlen)
 
 

@@ -44,7 +44,8 @@ from groupwise.compat.transformers import (
     supports_cache_in_checkpoints,
     supports_dynamic_cache,
 )
-from groupwise.policy.heads.capture import LogprobHead, ModelInputs, forward_logprobs
+from groupwise.core.padding import length_mask
+from groupwise.policy.heads.capture import LogprobHead, ModelInputs, call_model, forward_logprobs
 from groupwise.policy.introspection import (
     CausalLM,
     accepted_arguments,
@@ -74,6 +75,7 @@ class Continuations:
     prompt_R: index of each row's prompt in the first pass.
     input_ids_RT, target_RT: inputs of the model and the tokens that they predict.
     kept: tokens of the truncated distribution at each of the R · T positions; None: all tokens.
+    real_RT: inputs that are no padding.
     """
 
     rows_R: torch.Tensor
@@ -81,6 +83,7 @@ class Continuations:
     input_ids_RT: torch.Tensor
     target_RT: torch.Tensor
     kept: SamplingMask | None
+    real_RT: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,13 @@ class Fork:
     """Distinct prompts of one length without their last tokens, (P, L - 1), and all their completions.
 
     images: image inputs of the P prompts; empty without a processor.
+    rows_P: number of rows of each prompt.
+    first_P: first of these rows.
     """
 
     prompt_ids_PL: torch.Tensor
+    rows_P: list[int]
+    first_P: torch.Tensor
     parts: list[Continuations]
     images: Sequence[ImageInputs]
 
@@ -156,8 +163,13 @@ def count_tokens(shape: Shape, rows: Sequence[int]) -> tuple[int, int]:
     return prompts + inputs, inputs - sum(shape.completions[row] for row in rows)
 
 
-def fork_sequences(batch: TokenBatch) -> ForkedSequences:
-    """Arrange the sequences of ``batch`` in passes. Waits once for the device, to read the lengths."""
+def fork_sequences(batch: TokenBatch, *, whole: bool = False) -> ForkedSequences:
+    """Arrange the sequences of ``batch`` in passes. Waits once for the device, to read the lengths.
+
+    Args:
+        whole: the last token of the longest completion of a pass is an input too: it predicts nothing, but
+            its router counts in a balancing loss.
+    """
     shape = shape_of(batch)
     device = batch.prompt_ids_BL.device
     images = batch.images or ()
@@ -173,7 +185,7 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
         prompt_ids_PL = batch.prompt_ids_BL[first, batch.prompt_ids_BL.shape[1] - length : -1]
         parts = []
         for rows in blocks:
-            width = _width(shape, rows)
+            width = _width(shape, rows) + whole
             rows_R = torch.tensor(rows, device=device)
             target_RT = batch.completion_ids_BT[rows_R, :width]
             target_RT = F.pad(target_RT, (0, width - target_RT.shape[1]))
@@ -182,8 +194,11 @@ def fork_sequences(batch: TokenBatch) -> ForkedSequences:
             if batch.sampling_mask is not None:
                 kept = join_sampling_masks([batch.sampling_mask[row] for row in rows], [width] * len(rows))
             prompt_R = torch.tensor([prompt_of[row] for row in rows], device=device)
-            parts.append(Continuations(rows_R, prompt_R, input_ids_RT, target_RT, kept))
-        forks.append(Fork(prompt_ids_PL, parts, [images[group[0]] for group in groups] if images else ()))
+            # Column 0 is the prompt's last token: n + 1 inputs of n completion tokens.
+            real_RT = length_mask([shape.completions[row] + 1 for row in rows], width, device=device)
+            parts.append(Continuations(rows_R, prompt_R, input_ids_RT, target_RT, kept, real_RT))
+        inputs = [images[group[0]] for group in groups] if images else ()
+        forks.append(Fork(prompt_ids_PL, [*map(len, groups)], first, parts, inputs))
     # Images last: DDP searches the graph of the last pass for parameters without a gradient.
     forks.sort(key=lambda fork: has_images(fork.images))
     return ForkedSequences(forks, padded, batch.select(padded) if padded else None)
@@ -196,17 +211,19 @@ def compute_forked_logprobs(
     head: LogprobHead,
     *,
     with_entropy: bool,
+    with_aux_loss: bool = False,
+    routing: Any = None,
     num_passes: int = 0,
 ) -> LogprobOutput:
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
     Args:
         model: one for which :func:`cannot_fork` returned None.
-        forked: the same sequences from :func:`fork_sequences`.
+        forked: the same sequences from :func:`fork_sequences`, ``whole`` if with_aux_loss.
         num_passes: forward passes of every rank, if all must run as many; 0: those of ``forked``.
 
     Returns:
-        log-probs and entropies (B, T), float32, arbitrary on padding.
+        log-probs and entropies (B, T), float32, arbitrary on padding; router sums, if requested.
 
     Raises:
         RuntimeError: the model did not use the cache that it was given, or reentrant checkpoints detach it.
@@ -216,6 +233,7 @@ def compute_forked_logprobs(
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     unused: list[torch.Tensor] = []  # outputs of passes that no loss reads
+    sums: list[torch.Tensor] | None = [] if with_aux_loss else None  # (2E + 1,) of each pass
     # Below DDP, whose hooks fire once per backward pass; not below a wrapper that gathers parameters.
     reader = model if num_passes else unwrapped(model)
     width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
@@ -231,13 +249,17 @@ def compute_forked_logprobs(
 
     for fork in forked.forks:
         prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
-        start_P1 = _read_prompts(reader, fork, prompt, accepted, unused)
+        start_P1 = _read_prompts(reader, fork, prompt, accepted, unused, sums, routing)
         for part in fork.parts:
-            add(part.rows_R, *_continue_prompts(model, part, prompt, start_P1, accepted, compute))
+            outputs = _continue_prompts(model, part, prompt, start_P1, accepted, compute, sums, routing)
+            add(part.rows_R, *outputs)
         prompt.after.clear()  # a recomputation reads the layers before the pass alone
     if forked.padded is not None:
-        output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy)
-        rows_R = torch.tensor(forked.padded_rows, device=output.logps_BT.device)
+        rows_R = torch.tensor(forked.padded_rows, device=batch.prompt_ids_BL.device)
+        options: Any = {"with_router_sums": with_aux_loss, "routing": routing, "rows_R": rows_R}
+        output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy, **options)
+        if sums is not None and output.aux_loss is not None:
+            sums.append(output.aux_loss)
         add(rows_R, output.logps_BT, output.entropy_BT)
     for _ in range(num_passes - forked.num_passes()):
         ids_12 = batch.prompt_ids_BL[:1, -1:].expand(1, 2)  # not one token: see _width
@@ -245,7 +267,8 @@ def compute_forked_logprobs(
     if num_passes:
         logps[0] = _WithUnused.apply(logps[0], *unused)
     back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
-    return LogprobOutput(torch.cat(logps)[back_B], torch.cat(entropies)[back_B] if entropies else None)
+    entropy_BT = torch.cat(entropies)[back_B] if entropies else None
+    return LogprobOutput(torch.cat(logps)[back_B], entropy_BT, torch.stack(sums).sum(0) if sums else None)
 
 
 class _WithUnused(torch.autograd.Function):
@@ -276,11 +299,17 @@ def _inputs_of(
 
 
 def _read_prompts(
-    model: nn.Module, fork: Fork, cache: ForkableCache, accepted: set[str], unused: list[torch.Tensor]
+    model: nn.Module,
+    fork: Fork,
+    cache: ForkableCache,
+    accepted: set[str],
+    unused: list[torch.Tensor],
+    sums: list[torch.Tensor] | None,
+    routing: Any,
 ) -> torch.Tensor:
     """Write the prompts of ``fork`` and their images to ``cache``; returns their next positions (P, 1).
 
-    Adds the logits of the last positions to ``unused``.
+    Adds the logits of the last positions to ``unused``, and router sums to ``sums``.
     """
     ids_PL = fork.prompt_ids_PL
     size, length = ids_PL.shape
@@ -288,13 +317,21 @@ def _read_prompts(
     if not length:  # a prompt of one token has nothing before its last token
         return start_P1
     inputs = _inputs_of(model, ids_PL, start_P1, cache, accepted)
+    if routing is not None:  # columns of the prompts without their last tokens
+        inputs["routing"] = routing, routing.index(fork.first_P, length + 1, length)
     arrays = join_images(fork.images, [0] * size, length, ids_PL.device)
     inputs.update({name: value for name, value in arrays.items() if name in accepted})
     own_positions = has_images(fork.images) and has_own_positions(model)
     if own_positions:
         inputs.pop("position_ids", None)
     with checkpoints_keep_cache(model):
-        unused.append(model(**inputs, logits_to_keep=1, use_cache=False).logits)
+        # A prompt's token counts once per row, (P · (L - 1),).
+        rows_P = None if sums is None else torch.tensor(fork.rows_P, device=ids_PL.device)
+        weight_S = None if rows_P is None else rows_P.repeat_interleave(length)
+        output, of_pass = call_model(model, {**inputs, "logits_to_keep": 1}, router_weight_S=weight_S)
+        unused.append(output.logits)
+    if sums is not None and of_pass is not None:
+        sums.append(of_pass)
     cache.check_written()
     # An image takes fewer positions than tokens.
     return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
@@ -307,8 +344,12 @@ def _continue_prompts(
     start_P1: torch.Tensor,
     accepted: set[str],
     compute: Callable[..., Any],
+    sums: list[torch.Tensor] | None,
+    routing: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return log-probs and entropies (R, T) of completions that continue the layers of ``prompt``.
+
+    Adds router sums to ``sums``.
 
     Args:
         compute: :func:`forward_logprobs` with the head and the temperature.
@@ -316,8 +357,15 @@ def _continue_prompts(
     before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
     cache = ForkableCache(before, prompt.num_tokens, keep=False)
     inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache, accepted)
+    if routing is not None:  # from the prompt's last token on
+        inputs["routing"] = routing, routing.index(part.rows_R, 1, part.input_ids_RT.shape[1])
     with checkpoints_keep_cache(model):
-        logps_RT, entropy_RT, _ = compute(model, inputs, part.target_RT, kept=part.kept)
+        weight_S = None if sums is None else part.real_RT.flatten()
+        logps_RT, entropy_RT, of_pass = compute(
+            model, inputs, part.target_RT, kept=part.kept, router_weight_S=weight_S
+        )
+    if sums is not None and of_pass is not None:
+        sums.append(of_pass)
     cache.check_written()
     return logps_RT, entropy_RT
 

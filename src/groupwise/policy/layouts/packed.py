@@ -160,6 +160,8 @@ class PackedSequences:
     attention: replaces the model's attention if the hook is installed.
     cu_seqlens: layout `packed`: 0 and the end of each sequence, int32.
     max_seqlen: length of the longest of these sequences.
+    rows_S: number of rows of the batch that contain each token.
+    source_S: index of each token in the flattened (B, L + T) of the batch.
     """
 
     token_ids_1S: torch.Tensor
@@ -170,6 +172,8 @@ class PackedSequences:
     attention: PackedAttention
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    rows_S: torch.Tensor
+    source_S: torch.Tensor
     kept: SamplingMask | None = None
 
     def num_tokens(self) -> int:
@@ -191,6 +195,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
     max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
     source: list[int] = []  # indices into the flattened padded (B, L + T)
     positions: list[int] = []
+    counts: list[int] = []  # rows that contain the token
     logit_index: list[int] = []
     output_index: list[int] = []
     sequences: list[range] = []
@@ -201,12 +206,14 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
         end = rows[0] * (max_prompt + max_completion) + max_prompt
         source += range(end - len(prompt), end)
         positions += range(len(prompt))
+        counts += [len(rows)] * len(prompt)
         for row in rows:
             completion = range(len(source), len(source) + shape.completions[row])
             begin = row * (max_prompt + max_completion) + max_prompt
             source += range(begin, begin + len(completion))
             # Each completion continues at the prompt's end.
             positions += range(len(prompt), len(prompt) + len(completion))
+            counts += [1] * len(completion)
             if completion:
                 logit_index += [prompt.stop - 1, *completion[:-1]]  # the prompt predicts the first token
                 output_index += range(row * max_completion, row * max_completion + len(completion))
@@ -216,7 +223,7 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
         sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
     branches += ((range(0), own) for own in sequences)
     ends = [0, *(rows.stop for rows in sequences)]
-    lists = (source, positions, logit_index, output_index, ends)
+    lists = (source, positions, counts, logit_index, output_index, ends)
     return packed_on_device(batch, lists, branches, shape.completions, varlen=varlen)
 
 
@@ -231,14 +238,14 @@ def packed_on_device(
     """Copy a packing to the device of ``batch``, in one transfer.
 
     Args:
-        lists: S indices into the flattened (B, L + T) of the tokens, S positions, N indices of logits, N
-            indices into (B, T) row after row, and the ends of the sequences.
+        lists: S indices into the flattened (B, L + T) of the tokens, S positions, S numbers of rows, N
+            indices of logits, N indices into (B, T) row after row, and the ends of the sequences.
         branches: rows of attention; every token belongs to the second part of exactly one.
         completions: tokens of each row's completion.
         varlen: compute attention in half precision with a varlen kernel.
     """
     order, padded = _block_indices(branches, len(lists[0]))
-    source_S, position_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
+    source_S, position_S, rows_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
         [*map(torch.LongTensor, (*lists, order)), *padded], batch.prompt_ids_BL.device
     )
     # Positions of queries and keys are read on the device.
@@ -258,6 +265,8 @@ def packed_on_device(
         attention=PackedAttention(blocks, order_S, in_one_call),
         cu_seqlens=cu_seqlens.int(),
         max_seqlen=max(end - start for start, end in pairwise(lists[-1])),
+        rows_S=rows_S,
+        source_S=source_S,
         kept=None if kept is None else join_sampling_masks(kept, completions),
     )
 
@@ -305,7 +314,14 @@ def _block(query_RQ: torch.Tensor, key_RK: torch.Tensor, position_S: torch.Tenso
 
 
 def compute_packed_logprobs(
-    model: nn.Module, batch: TokenBatch, packed: PackedSequences, head: LogprobHead, *, with_entropy: bool
+    model: nn.Module,
+    batch: TokenBatch,
+    packed: PackedSequences,
+    head: LogprobHead,
+    *,
+    with_entropy: bool,
+    with_aux_loss: bool = False,
+    routing: Any = None,
 ) -> LogprobOutput:
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
@@ -314,7 +330,7 @@ def compute_packed_logprobs(
         packed: the same sequences from :func:`pack_sequences`.
 
     Returns:
-        log-probs and entropies (B, T), float32, zero on padding.
+        log-probs and entropies (B, T), float32, zero on padding; router sums, if requested.
     """
     inputs: ModelInputs = {
         "input_ids": packed.token_ids_1S,
@@ -329,10 +345,18 @@ def compute_packed_logprobs(
         # Boundaries of the sequences, which transformers else derives in every layer from the positions.
         inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), packed.cu_seqlens)  # int32, from 0 to S
         inputs |= dict.fromkeys(("max_length_q", "max_length_k"), packed.max_seqlen)
+    if routing is not None:  # of experts, by the token's place in (B, L + T)
+        inputs["routing"] = routing, packed.source_S
     targets_1N = packed.target_N.unsqueeze(0)  # (1, N)
-    temperature = batch.sampler.temperature
-    logps_1N, entropy_1N, _ = forward_logprobs(
-        model, inputs, targets_1N, head, temperature, with_entropy=with_entropy, kept=packed.kept
+    logps_1N, entropy_1N, router_sums = forward_logprobs(
+        model,
+        inputs,
+        targets_1N,
+        head,
+        batch.sampler.temperature,
+        with_entropy=with_entropy,
+        router_weight_S=packed.rows_S if with_aux_loss else None,
+        kept=packed.kept,
     )
     shape = batch.completion_ids_BT.shape
 
@@ -340,4 +364,4 @@ def compute_packed_logprobs(
         zeros = values_1N.new_zeros(shape.numel())  # (B · T,), 0 on padding
         return zeros.scatter(0, packed.output_index_N, values_1N[0]).view(shape)
 
-    return LogprobOutput(unpack(logps_1N), None if entropy_1N is None else unpack(entropy_1N))
+    return LogprobOutput(unpack(logps_1N), None if entropy_1N is None else unpack(entropy_1N), router_sums)

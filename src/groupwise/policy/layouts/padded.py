@@ -31,15 +31,26 @@ def compute_padded_logprobs(
     *,
     with_entropy: bool,
     with_aux_loss: bool = False,
+    with_router_sums: bool = False,
+    routing: Any = None,
+    rows_R: torch.Tensor | None = None,
 ) -> LogprobOutput:
     """Compute log-probs (and entropies) of the completion tokens at the temperature that sampled them.
 
+    Args:
+        routing: ``BatchRouting`` of the batch that has these rows at ``rows_R``; None: these alone.
+
     Returns:
-        log-probs and entropies (B, T), float32, with arbitrary values on padding; balancing loss, a scalar.
+        log-probs and entropies (B, T), float32, with arbitrary values on padding; balancing loss, a
+        scalar, or router sums.
     """
     size, width = batch.completion_ids_BT.shape  # B, T
     virtual_tokens = has_prompt_learning(model)
     inputs, targets_BK = padded_inputs(model, _right_padded(batch) if virtual_tokens else batch)
+    if routing is not None:  # all B · S tokens in order
+        rows_R = torch.arange(size, device=targets_BK.device) if rows_R is None else rows_R
+        prompt_width = batch.prompt_ids_BL.shape[1]
+        inputs["routing"] = routing, routing.index(rows_R, prompt_width, prompt_width + width)
     num_positions = targets_BK.shape[1]  # K
     # Column of the first completion token's predictor, the last token of the prompt: one, or one per row.
     first: int | torch.Tensor = num_positions - 1 - width
@@ -57,6 +68,7 @@ def compute_padded_logprobs(
         batch.sampler.temperature,
         with_entropy=with_entropy,
         with_aux_loss=with_aux_loss,
+        router_weight_S=inputs["attention_mask"].flatten() if with_router_sums else None,
         kept=kept,
     )
     column_BT = (first + torch.arange(width, device=targets_BK.device)).expand(size, width)
@@ -64,6 +76,47 @@ def compute_padded_logprobs(
         logps_BK.gather(1, column_BT),
         None if entropy_BK is None else entropy_BK.gather(1, column_BT),
         aux_loss,
+    )
+
+
+def compute_equal_lengths(
+    model: nn.Module,
+    batch: TokenBatch,
+    head: LogprobHead,
+    *,
+    with_entropy: bool,
+    with_aux_loss: bool = False,
+    routing: Any = None,
+) -> LogprobOutput:
+    """Compute log-probs as :func:`compute_padded_logprobs`, of the rows of equal lengths together.
+
+    No pass has padding: exact for every causal model, also if padding on the left moves its states, or the
+    longest row of a batch its positions. The slowest layout: a pass may have one row. Router sums add up.
+    """
+    lengths = torch.stack([batch.prompt_mask_BL.sum(-1), batch.completion_mask_BT.sum(-1)], dim=1)
+    by_lengths: dict[tuple[int, ...], list[int]] = {}
+    for row, pair in enumerate(lengths.tolist()):  # (prompt tokens, completion tokens)
+        by_lengths.setdefault(tuple(pair), []).append(row)
+    options: Any = {"with_entropy": with_entropy, "with_router_sums": with_aux_loss, "routing": routing}
+    device = lengths.device
+    parts = [
+        compute_padded_logprobs(
+            model, batch.select(rows), head, rows_R=torch.tensor(rows, device=device), **options
+        )
+        for rows in by_lengths.values()
+    ]
+    rows_B = torch.tensor([row for rows in by_lengths.values() for row in rows], device=lengths.device)
+
+    def joined(values: list[Any]) -> torch.Tensor:  # (R, T_i) each to (B, T), in the order of the batch
+        width = batch.completion_ids_BT.shape[1]
+        return torch.cat([F.pad(each, (0, width - each.shape[1])) for each in values])[rows_B.argsort()]
+
+    entropies = [part.entropy_BT for part in parts]
+    sums = [part.aux_loss for part in parts if part.aux_loss is not None]
+    return LogprobOutput(
+        joined([part.logps_BT for part in parts]),
+        joined(entropies) if with_entropy else None,
+        torch.stack(sums).sum(0) if sums else None,
     )
 
 

@@ -6,22 +6,17 @@ import functools
 import logging
 import math
 import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
-
-from groupwise.compat.transformers import name_or_path
+from groupwise.core.metrics import Mean, Metrics, Sum
 from groupwise.errors import RewardError, boundary
-from groupwise.records import RolloutBatch, copied
-from groupwise.rewards.process import ProcessRewardModel
+from groupwise.records import Completion, RolloutBatch, copied
+from groupwise.rewards.process import checked_steps
 from groupwise.threads import CallExecutor, EventLoop, Invocation, is_async
-from groupwise.tokenization.prompts import prompts_equal
 
 logger = logging.getLogger(__name__)
 
@@ -33,34 +28,8 @@ Reward = float | list[tuple[int, float]]
 #: deviation is infinite, and every advantage is 0.
 MAX_REWARD = 1e16
 
-#: Errors of code that takes a text for messages, or messages for a text.
-_OF_TYPES = (TypeError, AttributeError)
-
 #: Dataset columns that are passed under another name.
 _RESERVED = ("prompt", "completion", "completion_ids")
-
-
-def reward_name(function: object) -> str:
-    """Return the name of a reward function or model in metrics and messages."""
-    if isinstance(function, ProcessRewardModel):
-        return reward_name(function.model)
-    if isinstance(function, str):
-        return function.rstrip("/").split("/")[-1]
-    if isinstance(function, PreTrainedModel):
-        return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
-    if isinstance(function, functools.partial):
-        return reward_name(function.func)
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def reward_names(functions: Sequence[object]) -> list[str]:
-    """Return names for metrics; ``_2``, ``_3``, … are appended to repeated ones."""
-    counts: Counter[str] = Counter()
-    unique = []
-    for name in map(reward_name, functions):
-        counts[name] += 1
-        unique.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
-    return unique
 
 
 def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
@@ -69,14 +38,23 @@ def reward_arguments(rollouts: RolloutBatch) -> dict[str, Any]:
     Lists and dictionaries are copies: a function that changes its arguments cannot change the prompts and
     tokens that are trained on or the arguments of another function.
     """
+    completions = rollouts.completions
     columns = {key: None for row in rollouts.rows for key in row if key not in _RESERVED}
+    ends = {"turn_ends": [*map(_turn_ends, completions)]} if any(c.turn_spans for c in completions) else {}
     return {
+        **ends,  # a column of this name replaces it
         **{key: [copied(row.get(key)) for row in rollouts.rows] for key in columns},
         **{key: [copied(value) for value in values] for key, values in rollouts.extra.items()},
         "prompts": copied(rollouts.prompts),
         "completions": copied(rollouts.texts),
-        "completion_ids": [list(completion.reward_ids) for completion in rollouts.completions],
+        "completion_ids": [list(completion.reward_ids) for completion in completions],
     }
+
+
+def _turn_ends(completion: Completion) -> list[int | None]:
+    """Return the index in ``reward_ids`` of each turn's last token; None for turns of earlier rows."""
+    first, stop = completion.last_row or (0, len(completion.token_ids))
+    return [end - 1 - first if first < end <= stop else None for _, end in completion.turn_spans]
 
 
 class RewardCalls(NamedTuple):
@@ -91,6 +69,13 @@ class RewardCalls(NamedTuple):
     failures: dict[int, RewardError]
     seconds_F: list[float]
 
+    def metrics(self, names: Sequence[str], *, count_failures: bool) -> Metrics:
+        """Return the seconds of calls that returned and, with ``count_failures``, 1 for each that failed."""
+        times = zip(names, self.seconds_F, strict=False)  # empty without a call
+        found: Metrics = {f"time/reward/{name}": Mean(s) for name, s in times if not math.isnan(s)}
+        errors = {f"rewards/{name}/errors": Sum(float(i in self.failures)) for i, name in enumerate(names)}
+        return {**found, **errors} if count_failures else found
+
 
 def call_rewards(
     functions: Sequence[Callable[..., Any]],
@@ -101,7 +86,8 @@ def call_rewards(
     loop: EventLoop | None = None,
     on_error: str = "raise",
     completion_logprobs: Callable[[Any], list[list[float]]] | None = None,
-    **shared: object,
+    rows_F: Sequence[Sequence[int] | None] | None = None,
+    **shared: Any,
 ) -> RewardCalls:
     """Call every reward function: async functions concurrently, the others one after the other meanwhile.
 
@@ -112,6 +98,7 @@ def call_rewards(
             its first failure is logged as a warning.
         completion_logprobs: argument of functions with ``takes_logprobs``: maps a model, None for the policy,
             to the log-probs of the completion tokens under it.
+        rows_F: rows that each function is called with, if there are any; the others get None. None: all.
         shared: further keyword arguments of all functions.
 
     Raises:
@@ -119,14 +106,24 @@ def call_rewards(
             number, None or list of step rewards per completion.
     """
     times_F: list[list[float]] = [[] for _ in functions]
-    invocations = []
-    for function, name, times in zip(functions, names, times_F, strict=True):
-        arguments = {**reward_arguments(rollouts), **shared}  # fresh lists for every function
+    invocations, parts, every = [], [], range(len(rollouts))
+    scored_F = [every if rows is None else rows for rows in rows_F or [None] * len(names)]
+    for function, name, times, scored in zip(functions, names, times_F, scored_F, strict=True):
+        takes_logprobs = getattr(function, "takes_logprobs", False)
+        # All ranks take part in the forwards of a model: it is called with all rows on each.
+        rows = every if takes_logprobs or getattr(function, "runs_in_caller_thread", False) else scored
+        part = rollouts if rows is every else rollouts.select(rows)
+        parts.append((rows, part))
+        arguments = {**reward_arguments(part), **shared}  # fresh lists for every function
+        if rows is not every and "log_extra" in shared:
+            arguments["log_extra"] = functools.partial(shared["log_extra"], rows=rows)
         if getattr(function, "takes_row_ids", False):  # PartialReward matches rows by id
-            arguments["row_ids"] = rollouts.row_ids
-        if getattr(function, "takes_logprobs", False):
+            arguments["row_ids"] = part.row_ids
+        if takes_logprobs:
             arguments["completion_logprobs"] = completion_logprobs
-        invocations.append(reward_invocation(function, name, arguments, times))
+        invocations.append(
+            reward_invocation(function, name, arguments, times) if part else Invocation(list, limited=False)
+        )
     executor = CallExecutor(timeout, limited_by="reward_timeout", loop=loop)
     try:
         futures = executor.run_all(invocations)
@@ -137,7 +134,8 @@ def call_rewards(
     seconds_F = [[*times, now][1] - times[0] if times else math.nan for times in times_F]
     rewards_FB, failures = [], {}
     for i, (name, future) in enumerate(zip(names, futures, strict=True)):
-        rewards = reward_result(future, name, rollouts)
+        rows, part = parts[i]
+        rewards = reward_result(future, name, part)
         if isinstance(rewards, RewardError):
             if on_error == "raise":
                 raise rewards
@@ -146,8 +144,9 @@ def call_rewards(
                 logger.warning(
                     "%s; its rewards of this batch are None, and later failures are only counted", rewards
                 )
-            failures[i], rewards = rewards, [math.nan] * len(rollouts)
-        rewards_FB.append(rewards)
+            failures[i], rewards = rewards, [math.nan] * len(part)
+        given = {row: reward for row, reward in zip(rows, rewards, strict=True) if row in scored_F[i]}
+        rewards_FB.append([given.get(row, math.nan) for row in every])
     return RewardCalls(rewards_FB, failures, seconds_F)
 
 
@@ -196,7 +195,9 @@ def reward_result(future: Future[Any], name: str, rollouts: RolloutBatch) -> lis
     except Exception as error:  # of the function, or the time limit
         named = f"reward function {name!r} raised {type(error).__name__}: {error}"
         failure = error if isinstance(error, RewardError) else RewardError(named)
-        failure.args = (f"{failure}{_failed_row(failure.__cause__, rollouts)}",)
+        if isinstance(failure.__cause__, (TypeError, AttributeError)):  # it may take a text for messages
+            form = "string" if isinstance(rollouts.texts[0], str) else "list of messages"
+            failure.args = (f"{failure}; a completion is a {form}, like its prompt",)
         return failure
     try:
         return checked_rewards(output, name, rollouts)
@@ -241,14 +242,17 @@ def _checked_reward(value: object, name: str, row: int, rollouts: RolloutBatch) 
         value = value.item() if getattr(value, "ndim", 0) == 0 else value.tolist()
     if _is_reward(value):
         return float(value)  # type: ignore[arg-type]
-    if isinstance(value, (list, tuple)) and all(_is_step(step, row, rollouts) for step in value):
-        first, _ = rollouts.completions[row].last_row or (0, 0)  # the function saw the tokens from here on
-        return [(first + int(end), float(reward)) for end, reward in value]
+    where = ""
+    if isinstance(value, (list, tuple)):
+        steps, wrong = checked_steps(value, rollouts.completions[row], _is_reward)
+        if not wrong:
+            return steps
+        where = f" ({wrong})"
     shown = "an integer of many digits" if isinstance(value, int) else f"{value!r:.80}"
     raise RewardError(
-        f"reward function {name!r} returned {shown} ({type(value).__name__}) for row {row}; allowed: a "
-        f"finite number of magnitude up to {MAX_REWARD:.0e}, None, or a list of (index of the step's last "
-        f"token, reward){_sample(row, rollouts)}"
+        f"reward function {name!r} returned {shown} ({type(value).__name__}) for row {row}{where}; "
+        f"allowed: a finite number of magnitude up to {MAX_REWARD:.0e}, None, or a list of (index of the "
+        f"step's last token, a sampled one, reward), or of a number or None per turn{_sample(row, rollouts)}"
     )
 
 
@@ -256,34 +260,6 @@ def _sample(row: int, rollouts: RolloutBatch) -> str:
     return f"; prompt: {rollouts.prompts[row]!r:.300}; completion: {rollouts.texts[row]!r:.300}"
 
 
-def _failed_row(error: BaseException | None, rollouts: RolloutBatch) -> str:
-    """Return the form of the completions after an error of types, and the row whose values were in use.
-
-    No row if the variables of the failed calls do not tell rows with different completions apart.
-    """
-    if error is None:  # a time limit
-        return ""
-    columns = reward_arguments(rollouts).values()
-    rows = set(range(len(rollouts)))
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, (str, list, dict)):  # equal numbers are no sign of a row
-                found = {row for row in rows if any(prompts_equal(column[row], value) for column in columns)}
-                rows = found or rows
-    form, row = "string" if isinstance(rollouts.texts[0], str) else "list of messages", min(rows)
-    hint = f"; a completion is a {form}, like its prompt" if isinstance(error, _OF_TYPES) else ""
-    is_known = len(rows) < len(rollouts) and all(rollouts.texts[i] == rollouts.texts[row] for i in rows)
-    return f"{hint}; row {row}{_sample(row, rollouts)}" if is_known else hint
-
-
 def _is_reward(value: object) -> bool:
     # False for NaN and infinities; exact for integers that no float can hold.
     return isinstance(value, Real) and abs(value) <= MAX_REWARD  # type: ignore[operator]
-
-
-def _is_step(step: object, row: int, rollouts: RolloutBatch) -> bool:
-    if not isinstance(step, (list, tuple)) or len(step) != 2:
-        return False
-    end, reward = step
-    in_range = isinstance(end, int) and 0 <= end < len(rollouts.completions[row].reward_ids)
-    return in_range and _is_reward(reward)

@@ -19,14 +19,14 @@ from transformers import (
 )
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.core.advantages import above_lowest
 from groupwise.errors import ConfigError, nearest_name, shortened
 from groupwise.policy.introspection import check_model, unwrapped
 from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
-from groupwise.rewards.runtime.calling import reward_name, reward_names
 from groupwise.rewards.runtime.marking import is_per_sample_reward, mark_of
-from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer
+from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer, reward_name, reward_names
 from groupwise.rewards.runtime.partial import with_partial_results
 from groupwise.rewards.texts import require
 
@@ -102,6 +102,7 @@ def _as_list(functions: RewardFunc | Sequence[RewardFunc]) -> list[RewardFunc]:
 
 #: Keyword arguments of every reward function, for any dataset.
 _ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_IN_SOME_RUNS = ("row_ids", "turn_ends", "completion_logprobs")
 
 
 def _check_lengths(functions: Sequence[object], lists: Mapping[str, Sequence[object]]) -> None:
@@ -161,7 +162,7 @@ def check_columns(functions: Sequence[object], columns: Mapping[str, Sequence[st
         parameters = {} if isinstance(function, _MODELS) else _parameters(function)
         required = [p.name for p in parameters.values() if p.default is p.empty and p.kind in _BY_NAME]
         for dataset, names in columns.items():
-            known = {*_ALWAYS, *names, "row_ids", "completion_logprobs"} - {"prompt", "completion"}
+            known = {*_ALWAYS, *names, *_IN_SOME_RUNS} - {"prompt", "completion"}
             for name in (name for name in required if name not in known):
                 raise ConfigError(
                     f"reward function {reward_name(function)!r} requires {name!r}, which is no column of "
@@ -297,3 +298,19 @@ class RewardLoader:
         assert callable(function)
         # Partial calls start when a backend calls `SamplingOptions.on_finished`.
         return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
+
+
+def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[int]:
+    """Return the functions with a group whose spread is below 100 times the rounding error of float32.
+
+    A spread at the rounding error of float64 is none: the rewards are equal.
+    """
+    if not rewards_FN.numel():
+        return []
+    rewards_FPG = rewards_FN.reshape(len(rewards_FN), -1, num_generations)  # (F, N) -> (F, P, G)
+    error_FP = (rewards_FPG - rewards_FPG.float().double()).abs().nan_to_num(0.0).amax(-1)
+    spread_FP = above_lowest(rewards_FPG, -1).nan_to_num(0.0).amax(-1)
+    magnitude_FP = rewards_FPG.abs().nan_to_num(0.0).amax(-1)
+    # 1e9 + [0, 1, 2, 3] has a spread of 3, but neighbours in float32 are 64 apart there.
+    is_rounded_FP = (spread_FP > 1e-12 * magnitude_FP) & (spread_FP < 100 * error_FP)
+    return is_rounded_FP.any(-1).nonzero().flatten().tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -153,3 +155,24 @@ class RewardModel(ModelReward):
         kwargs = {name: value for name, value in self.template_kwargs.items() if name not in of_prompts}
         chat = [{**message, "content": message_text(message)} for message in with_rendered_results(whole)]
         return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **kwargs))
+
+
+def reward_name(function: object) -> str:
+    """Return the name of a reward function or model in metrics and messages."""
+    if isinstance(function, str):
+        return function.rstrip("/").split("/")[-1]
+    if isinstance(function, PreTrainedModel):
+        return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
+    if isinstance(function, functools.partial):
+        return reward_name(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def reward_names(functions: Sequence[object]) -> list[str]:
+    """Return names for metrics; ``_2``, ``_3``, … are appended to repeated ones."""
+    counts: Counter[str] = Counter()
+    unique = []
+    for name in map(reward_name, functions):
+        counts[name] += 1
+        unique.append(name if counts[name] == 1 else f"{name}_{counts[name]}")
+    return unique

@@ -17,12 +17,8 @@ from typing import Any
 
 from groupwise.errors import RewardError
 from groupwise.records import RolloutBatch
-from groupwise.rewards.runtime.calling import (
-    reward_arguments,
-    reward_invocation,
-    reward_name,
-    reward_result,
-)
+from groupwise.rewards.runtime.calling import reward_arguments, reward_invocation, reward_result
+from groupwise.rewards.runtime.models import reward_name
 from groupwise.rewards.texts import RewardLog
 from groupwise.threads import CallExecutor, is_async
 from groupwise.tokenization.prompts import prompts_equal

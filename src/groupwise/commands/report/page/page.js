@@ -344,6 +344,19 @@
     });
   }
 
+  /** One chart for each metric by value of a column, such as reward/maths and reward/code, with a line for each value. */
+  function byValue() {
+    const parts = (name) => name.match(/^((?:eval_(?:.*_)?)?(?:reward|frac_reward_zero_std|completions\/mean_length|completions\/clipped_ratio|(?:pass|maj|avg)@\d+))\/(.+)$/);
+    charts("By source", "", (grid) => groupBy(metrics.filter((name) => !data.metrics[name] && parts(name)), (name) => parts(name)[1]).forEach((names, base) => {
+      const lines = () => data.runs.flatMap((run, i) => names.map((name, k) => {
+        const { x, y } = points(run, name);
+        return { label: `${several ? `${run.name} · ` : ""}${parts(name)[2]}`, colour: colour(k), dash: i ? [10 - 2 * (i % 4), 4] : undefined, x, y };
+      }));
+      const about = data.metrics[base] || {}, box = chart(grid, `${base} by source`, lines, { note: about.meaning, under: about.range && healthy(about.range) });
+      names.forEach((name) => boxes.set(name, box));
+    }));
+  }
+
   /** Seconds or gigabytes by phase: a bar of the means, and a stacked chart or lines over the run. */
   function phases(prefix, title, unit, stacked) {
     const names = metrics.filter((name) => name.startsWith(prefix) && !name.slice(prefix.length).includes("/"));
@@ -529,6 +542,7 @@
   browser();
   health();
   allCurves();
+  byValue();
   changed();
   withoutGradient();
   phases("time/", "Time by phase", "s", true);

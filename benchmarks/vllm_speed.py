@@ -5,9 +5,9 @@ measured in turn. ``--part sync`` compares buckets with loading one tensor at a 
 trains on one core with a server on another one: with ``rollout_staleness=1`` a step should take as long as
 the longer of generation and training, as the run that does one after the other measures them.
 
-    OMP_NUM_THREADS=2 python benchmarks/vllm.py --part generate --pairs 5
-    OMP_NUM_THREADS=2 python benchmarks/vllm.py --part sync --pairs 5
-    python benchmarks/vllm.py --part pipeline --pairs 2 --steps 4
+    OMP_NUM_THREADS=2 python benchmarks/vllm_speed.py --part generate --pairs 5
+    OMP_NUM_THREADS=2 python benchmarks/vllm_speed.py --part sync --pairs 5
+    python benchmarks/vllm_speed.py --part pipeline --pairs 2 --steps 4
 """
 
 from __future__ import annotations
