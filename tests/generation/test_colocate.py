@@ -165,6 +165,18 @@ def test_weights_are_sent_once_per_step_and_after_loading(run):
     assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
 
 
+def test_another_engine_of_the_process_can_be_closed(run, tmp_path):
+    """vLLM's shutdown destroys the process groups of all engines: the next step failed."""
+    other = trainer(tmp_path)
+    sync(other, other.model)
+    expected = greedy(other.model, PROMPTS, 6, other.backend.end_tokens)
+    assert engine_greedy(other.backend, PROMPTS) == expected
+    other.backend.close()
+    sync(run, run.model)
+    assert engine_greedy(run.backend, PROMPTS) == greedy(run.model, PROMPTS, 6, run.backend.end_tokens)
+    assert torch.distributed.is_initialized()
+
+
 def test_an_interrupted_generation_leaves_no_requests(run, monkeypatch):
     sync(run, run.model)
     inner, steps = run.backend.engine.llm_engine, []

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from groupwise.errors import BackendError
 
@@ -209,6 +212,34 @@ def abort_on_error(engine: Any) -> Iterator[None]:
         raise
 
 
+_with_group: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def start_engine(arguments: dict[str, Any]) -> Any:
+    """Return a new ``vllm.LLM``, to be stopped by `shut_down`."""
+    from vllm import LLM
+
+    is_initialized = dist.is_initialized()
+    engine = LLM(**arguments)
+    _with_group[engine] = is_initialized
+    return engine
+
+
 def shut_down(engine: Any) -> None:
-    """Stop a ``vllm.LLM`` and free its memory."""
-    engine.llm_engine.engine_core.shutdown()
+    """Stop a ``vllm.LLM`` and free its memory.
+
+    vLLM destroys all process groups of this process. They are kept while others use them: engines that still
+    run, whose next step would fail, and the trainer if its default group is older than the engine.
+    """
+    from vllm.distributed import parallel_state
+
+    keeps_groups = _with_group.pop(engine, False) or len(_with_group) > 0
+    names = ("destroy_model_parallel", "destroy_distributed_environment") if keeps_groups else ()
+    originals = {name: getattr(parallel_state, name) for name in names}
+    for name in names:
+        setattr(parallel_state, name, lambda: None)
+    try:
+        engine.llm_engine.engine_core.shutdown()
+    finally:
+        for name, original in originals.items():
+            setattr(parallel_state, name, original)

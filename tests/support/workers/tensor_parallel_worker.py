@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
+import torch.distributed as dist
+
 from support.engine_runs import engine_greedy, greedy, policy, sync, trainer
 
 
@@ -30,6 +32,7 @@ def main() -> None:
         size = run.backend.engine.llm_engine.vllm_config.parallel_config.world_size
         os.write(1, f"sampled with {size}\n".encode())  # in one piece, unlike print
         run.backend.close()
+        assert dist.is_initialized()  # the group of the trainer, which goes on
 
 
 if __name__ == "__main__":

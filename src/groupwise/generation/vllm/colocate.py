@@ -399,7 +399,6 @@ def make_backend(
     size, name = config.vllm_tensor_parallel_size, "vllm_tensor_parallel_size"
     splits = not json_dict(config.vllm_engine_kwargs).get("enable_expert_parallel")
     check_tensor_parallel(model.config, size, name, splits_experts=splits)
-    from vllm import LLM
     from vllm.distributed import get_tp_group
 
     register()
@@ -422,7 +421,7 @@ def make_backend(
         if only_adapter:
             arguments |= adapter_arguments(model, directory, quantized=quantized)
         with compat.preserve_patched(base), compat.preserve_buffers(), _own_shared_memory(config):
-            engine = LLM(**arguments)
+            engine = compat.start_engine(arguments)
     return ColocatedBackend(
         engine,
         config,
