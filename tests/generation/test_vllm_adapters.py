@@ -9,7 +9,9 @@ import base64
 import importlib.util
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -249,6 +251,21 @@ def test_the_directory_is_private_and_another_one_in_every_server(machine, monke
         directories.add(own.parent)
     assert len(directories) == 2 and all(one.parent == machine for one in directories)
     assert place_adapter(None, "run:1:2", {}) is None and not own.parent.exists()
+
+
+def test_workers_that_write_at_once_write_files_of_their_own(machine, monkeypatch):
+    """Workers of one process, or of two containers with one temporary directory: their process ids are equal."""
+    both_wrote, write = Barrier(2, timeout=60), Path.write_bytes
+
+    def write_together(path, content):
+        write(path, content)
+        both_wrote.wait()
+
+    monkeypatch.setattr(Path, "write_bytes", write_together)
+    with ThreadPoolExecutor(2) as workers:
+        placed = {*workers.map(lambda _: place_adapter(None, "run:1:2", {"file": TEXT}), range(2))}
+    (own,) = map(Path, placed)
+    assert tree(machine) == {machine / "kept": "as before", own / "file": "text"}
 
 
 def test_a_path_is_used_only_if_all_files_of_the_adapter_can_be_read(tmp_path, monkeypatch):

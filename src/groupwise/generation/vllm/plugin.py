@@ -173,8 +173,8 @@ def place_adapter(worker: Any, path: str, files: Mapping[str, str] | None = None
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.is_symlink() or directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} is a link, or another user's")
-    own, part = directory / names[0], directory / f"{os.getpid()}.part"
-    for name, content in files.items():  # workers of one machine write the same
+    own, part = directory / names[0], directory / f"{uuid.uuid4().hex}.part"
+    for name, content in files.items():  # workers of one machine, threads too, write the same at once
         own.mkdir(exist_ok=True)
         part.write_bytes(b64decode(content))
         part.replace(own / name)
