@@ -80,6 +80,14 @@ def test_sampled_completions_are_those_of_eager_steps(name, ends):
         assert len(shapes) == 2 + 3 * len(recording.recorded)
 
 
+def test_a_recorded_step_is_replayed_until_the_cache_is_full():
+    model, config = flat("llama"), sampling(max_new_tokens=80, eos_token_id=None)
+    recording, shapes = Recording(), forward_shapes(model)
+    completions(backend(model, config, recording), PROMPTS[:1])
+    # The prompt; then of each recording an eager step, one that prepares, one that records.
+    assert len(recording.recorded) > 1 and len(shapes) == 1 + 3 * len(recording.recorded)
+
+
 def test_rows_that_ended_are_removed_when_half_have_ended():
     model, config = flat("llama", 1), sampling(max_new_tokens=60)
     expected = completions(backend(model, config))

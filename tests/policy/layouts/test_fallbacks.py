@@ -237,10 +237,9 @@ def test_a_forward_that_selects_positions_wrongly_is_seen():
     model = build(*RIGHT["llama"])
 
     def first_instead_of_last(module, args, kwargs):
-        kept = kwargs.pop("logits_to_keep", 0)
-        return args, {**kwargs, "logits_to_keep": torch.arange(kept)} if isinstance(
-            kept, int
-        ) and kept else kwargs
+        kept = kwargs.get("logits_to_keep", 0)  # a number, or positions
+        number = kept if isinstance(kept, int) else len(kept)
+        return args, kwargs | ({"logits_to_keep": torch.arange(number)} if number else {})
 
     model.register_forward_pre_hook(first_instead_of_last, with_kwargs=True)
     computer = LogprobComputer("padded", LogprobHead("dense"), other_layouts=("equal_length",))
