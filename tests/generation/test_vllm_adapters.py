@@ -254,7 +254,7 @@ def test_the_directory_is_private_and_another_one_in_every_server(machine, monke
 
 
 def test_workers_that_write_at_once_write_files_of_their_own(machine, monkeypatch):
-    """Workers of one process, or of two containers with one temporary directory: their process ids are equal."""
+    """Workers of one process, or of two containers with one temporary directory, have one process id."""
     both_wrote, write = Barrier(2, timeout=60), Path.write_bytes
 
     def write_together(path, content):
