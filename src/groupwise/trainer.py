@@ -514,7 +514,7 @@ class GRPOTrainer(
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
         if model.training and self.may_have_noise:
             self.may_have_noise = False
-            self.remove_noise(model, inputs)
+            self.check_no_noise(model, inputs)
         if self.liger_loss is not None:
             # Hidden states to the loss inside the head: log-probs (B, T) are never in memory.
             output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)

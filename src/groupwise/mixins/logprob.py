@@ -122,14 +122,14 @@ class LogprobMixin:
         with_aux_loss = self.aux_loss_enabled and model.training  # of the loss alone, not of old log-probs
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
-    def remove_noise(self, model: nn.Module, batch: TokenBatch) -> None:
-        """Remove what is random in the forward after ``disable_dropout``; before the first loss of a run."""
-        from groupwise.policy.loading import remove_noise
+    def check_no_noise(self, model: nn.Module, batch: TokenBatch) -> None:
+        """Check that ``disable_dropout`` leaves nothing random in the forward of training."""
+        from groupwise.policy.loading import check_no_noise
 
         # Below DDP, which expects a backward pass after each forward; sharded parameters need their wrapper.
         inner = model if is_sharded(self.accelerator) else unwrapped(model)
         row, head = batch.select([0]), self.logprob_computer.head
-        remove_noise(inner, lambda: compute_padded_logprobs(inner, row, head, with_entropy=False).logps_BT)
+        check_no_noise(inner, lambda: compute_padded_logprobs(inner, row, head, with_entropy=False).logps_BT)
 
     @torch.no_grad()
     def old_and_ref_logps(

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,6 +49,8 @@ logger = logging.getLogger(__name__)
 #: Names of one field before transformers 5.24 and since.
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+#: Noise in the inputs of routers. PhiMoE's ``router_jitter_noise`` is no noise: evaluation uses it too.
+_JITTERS = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 #: Architectures without image tokens in the prompt, and where they put images instead.
@@ -320,106 +321,38 @@ def _check_checkpointing(model: PreTrainedModel, config: GRPOConfig) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities to zero: dropout modules, and numbers of modules named as dropout.
+    """Set to zero: the probabilities of dropout modules, and numbers of modules named as dropout or jitter.
 
-    What is random beside them, such as the jitter of routers, is found by :func:`remove_noise`.
+    What is random beside them is found by :func:`check_no_noise`.
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # for functional dropout
+            if ("drop" in name or name in _JITTERS) and isinstance(value, float):  # for functional dropout
                 setattr(module, name, 0.0)
 
 
 @torch.no_grad()
-def remove_noise(model: nn.Module, compute: Callable[[], torch.Tensor]) -> None:
-    """Make two forward passes in training mode equal.
-
-    A module whose own code draws random numbers computes in evaluation mode, the modules inside it do not.
+def check_no_noise(model: nn.Module, compute: Callable[[], torch.Tensor]) -> None:
+    """Compare two forward passes in training mode.
 
     Args:
         model: the policy, in training mode.
         compute: returns log-probs of a few tokens.
 
     Raises:
-        ConfigError: passes still differ.
+        ConfigError: the passes differ.
     """
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if torch.equal(compute(), compute()):
-            return
-        drawing = _modules_that_draw(model, compute, device)
-        for module in drawing:
-            _evaluate_alone(module)
-        first, second = compute(), compute()
-        left = _modules_that_draw(model, compute, device)
-    names = sorted({type(module).__name__ for module in drawing})
-    difference = float((first - second).abs().max())
-    if difference > 1e-4 and (left or not drawing):  # less is the order in which a device adds
-        where = f"{type(left[0]).__name__} draws random numbers" if left else "no module draws from torch"
+        difference = float((compute() - compute()).abs().max())
+    if difference > 1e-4:  # less is the order in which a device adds
         raise ConfigError(
             f"disable_dropout=True, but log-probs of two forward passes in training mode differ by "
-            f"{difference:.2g} nats: {where}; set its probability to 0 in the model's config, or "
-            "disable_dropout=False"
+            f"{difference:.2g} nats: a part of the model draws random numbers, as the routers of PhiMoE do; "
+            "set its probability to 0 in the model's config, or disable_dropout=False"
         )
-    if drawing:
-        logger.warning(
-            "disable_dropout=True: %d modules (%s) draw random numbers in training mode; their own code runs "
-            "in evaluation mode",
-            *(len(drawing), ", ".join(names)),
-        )
-
-
-def _modules_that_draw(
-    model: nn.Module, compute: Callable[[], object], device: torch.device
-) -> list[nn.Module]:
-    """Return the modules in whose own code, not that of modules inside, torch's random state changes."""
-
-    def state() -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-    last, running, found = state(), [model], dict[int, nn.Module]()
-
-    def look(*_: Any, entered: nn.Module | None = None) -> None:
-        nonlocal last
-        now = state()
-        if not all(map(torch.equal, now, last)):
-            found[id(running[-1])] = running[-1]
-        last = now
-        if entered is None:
-            running.pop()
-        else:
-            running.append(entered)
-
-    hooks = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(partial(look, entered=module)))
-        hooks.append(module.register_forward_hook(look))
-    try:
-        compute()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(found.values())
-
-
-def _evaluate_alone(module: nn.Module) -> None:
-    """Run the module's own code in evaluation mode from now on.
-
-    Its flag is set within its forward alone: gradient checkpointing, which reads it before, stays on.
-    """
-    modes: list[bool] = []
-
-    def enter(*_: object) -> None:
-        modes.append(module.training)
-        module.training = False
-
-    def leave(*_: object) -> None:
-        module.training = modes.pop()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)  # recomputation ends early with an exception
 
 
 def make_generation_config_savable(model: PreTrainedModel) -> None:
