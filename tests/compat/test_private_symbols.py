@@ -232,6 +232,9 @@ def test_names_and_flags_of_a_transformers_model(tmp_path):
     assert hasattr(type(model), "_is_stateful") and hasattr(type(model), "_supports_attention_backend")
     assert compat_transformers.supports_dynamic_cache(model)
     assert compat_transformers.has_stock_sampling_loop(model)
+    assert compat_transformers.has_stock_processors(model)
+    model._get_logits_processor = lambda: None
+    assert not compat_transformers.has_stock_processors(model)
     model.generate = lambda: None
     assert not compat_transformers.has_stock_sampling_loop(model)
     assert not compat_transformers.is_zero3_enabled()

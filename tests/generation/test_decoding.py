@@ -385,10 +385,11 @@ def test_settings_beyond_single_rows_use_the_loop_of_generate(changes):
     assert not can_decode_groups(model, settings(use_cache=None))
 
 
-def test_an_overridden_generate_is_used():
+@pytest.mark.parametrize("name", ["generate", "_get_logits_processor", "_get_stopping_criteria"])
+def test_an_overridden_generate_is_used(name):
     model = tiny("llama")
     assert can_decode_groups(model, settings())
-    model.generate = partial(LlamaForCausalLM.generate, model)
+    setattr(model, name, partial(getattr(LlamaForCausalLM, name), model))
     assert not can_decode_groups(model, settings())
 
 

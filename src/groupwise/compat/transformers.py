@@ -320,12 +320,19 @@ def old_cache_argument(model: nn.Module) -> str:
 
 def has_stock_sampling_loop(model: nn.Module) -> bool:
     """Return True if neither class nor instance overrides ``generate`` or ``_sample``."""
+    return _has_stock(model, "generate", "_sample")
+
+
+def has_stock_processors(model: nn.Module) -> bool:
+    """Return True if ``generate`` makes the logits processors and stopping criteria of its settings alone."""
+    return _has_stock(model, "_get_logits_processor", "_get_stopping_criteria")
+
+
+def _has_stock(model: nn.Module, *names: str) -> bool:
     from transformers import GenerationMixin
 
-    return all(
-        getattr(getattr(model, name, None), "__func__", None) is getattr(GenerationMixin, name)
-        for name in ("generate", "_sample")
-    )
+    methods = {name: getattr(getattr(model, name, None), "__func__", None) for name in names}
+    return all(method is getattr(GenerationMixin, name) for name, method in methods.items())
 
 
 def sampling_loop(

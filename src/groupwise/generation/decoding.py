@@ -50,25 +50,6 @@ if TYPE_CHECKING:
     from groupwise.policy.experts import SampledRouting
 
 
-#: Processors and criteria of transformers that these settings create; they act on each row independently.
-ROW_PROCESSORS = frozenset(
-    {
-        *("MaxLengthCriteria", "MaxTimeCriteria", "EosTokenCriteria"),
-        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper"),
-        *("TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
-        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization"),
-        *("RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor"),
-        *("SequenceBiasLogitsProcessor", "SuppressTokensLogitsProcessor"),
-        *("SuppressTokensAtBeginLogitsProcessor", "ForcedBOSTokenLogitsProcessor"),
-        *("ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor"),
-    }
-)
-
-
-class ForeignProcessorError(Exception):
-    """A logits processor or stopping criterion may have state per row, and must see all rows in order."""
-
-
 def group_prompts(
     prompts: Sequence[Sequence[int]], images: Sequence[ImageInputs] = ()
 ) -> tuple[list[int], list[int]]:
@@ -90,9 +71,6 @@ class RowSampler:
         generator: random numbers of the samples, of each row or of all; None: torch's global generator.
         logps: records the log-probs of sampled tokens; None: they are not needed.
         routing: records the experts of every token; None: they are not needed.
-
-    Raises:
-        ForeignProcessorError: a processor or criterion is not one that the settings create.
     """
 
     #: Finished rows are removed once they are this share of the batch: removal copies the cache of the rest.
@@ -108,10 +86,6 @@ class RowSampler:
         logps: LogpRecorder | None = None,
         routing: SampledRouting | None = None,
     ) -> None:
-        for part in (*processors, *criteria):
-            stock = type(part).__module__.startswith("transformers.")
-            if type(part).__name__ not in ROW_PROCESSORS or not stock:
-                raise ForeignProcessorError(type(part).__qualname__)
         self.processors, self.criteria, self.recorder = processors, criteria, recorder
         self.generator, self.logps, self.routing = generator, logps, routing
         self.do_sample, self.pad = config.do_sample, config.pad_token_id
@@ -195,10 +169,6 @@ def decode_groups(
 
     Returns:
         prompts and completions, padded on the right: (sum of copies, longest).
-
-    Raises:
-        ForeignProcessorError: a processor or criterion is not one that the settings create; nothing is
-            sampled.
     """
     sampler = make_sampler(logits_processor, stopping_criteria, generation_config)
     rows = torch.arange(len(copies), device=input_ids.device)

@@ -16,6 +16,7 @@ from groupwise.compat.accelerate import forward_autocast
 from groupwise.compat.transformers import (
     cache_argument,
     cache_without_rows,
+    has_stock_processors,
     has_stock_sampling_loop,
     old_cache_argument,
     supports_dynamic_cache,
@@ -249,6 +250,8 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
         return f"cache_implementation={config.cache_implementation!r}", False
     if not has_stock_sampling_loop(base) or "generate" in vars(model):  # on the instance of a PEFT model
         return f"{name} has a generate or _sample of its own", True
+    if not has_stock_processors(base):  # which may act on several rows
+        return f"{name} has logits processors or stopping criteria of its own", True
     if has_prompt_learning(model):
         return "the adapter adds virtual tokens", False
     if base.config.is_encoder_decoder:

@@ -28,7 +28,6 @@ from groupwise.generation.backends import BackendEntry
 from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
 from groupwise.generation.decoding import (
     DecodingRows,
-    ForeignProcessorError,
     RowSampler,
     decode_groups,
     group_prompts,
@@ -157,13 +156,6 @@ class TransformersBackend(GenerationBackend):
             try:
                 sample = self._generate_by_length if self.by_length else self._generate
                 return sample(prompts, sampling)
-            except ForeignProcessorError as found:
-                self.stock_decoding = True
-                logger.warning(
-                    "%s may have state per row: completions are decoded by the loop of transformers, not by "
-                    "groupwise's own, which is faster and removes finished rows",
-                    found,
-                )
             except Exception as error:
                 if not isinstance(error, WrongLogpsError) and not self._may_be_of_its_way(error):
                     raise
