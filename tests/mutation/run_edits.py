@@ -93,7 +93,7 @@ RUNS = [
         ("for row in (2, 1)]", "for row in (1, 1)]", CHECK),
         ("[torch.cat([more_M, ids]) for ids in of_row[:2]]", "of_row[:2]", CHECK),
         ("training=not self.random", "training=True", CHECK),
-        ("return self.moved <= _ALLOWED[self.dtype][0]", "return True", CHECK),
+        ("if not rows.moved <= _ALLOWED[rows.dtype][0]", "if False", CHECK),
     ),
     *edits_of("policy/introspection.py", ("if ids_1S.shape[1] > _FEW_TOKENS", "if True", CHECK)),
     *edits_of("policy/attention.py", ("1 < queries < keys", "False", CHECK)),

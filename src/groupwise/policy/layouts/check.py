@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,40 +59,16 @@ _ALLOWED: dict[torch.dtype, Errors] = {
 }
 
 
-@dataclass(frozen=True)
-class LayoutCheck:
+class LayoutCheck(NamedTuple):
     """Result of :meth:`RowsAlone.check`.
 
     layout, alone: errors of the layout, and of the model's own forward on each row alone.
-    dtype: dtype of the matrix products.
-    num_tokens: number of compared tokens.
+    problem: the errors, if one of the layout is larger than allowed; "": none is.
     """
 
     layout: Errors
     alone: Errors
-    dtype: torch.dtype
-    num_tokens: int
-
-    @property
-    def allowed(self) -> list[float]:
-        """Largest errors with which the layout passes."""
-        pairs = zip(self.alone, _ALLOWED[self.dtype], strict=True)
-        return [_FACTOR * error + beyond for error, beyond in pairs]
-
-    def __str__(self) -> str:
-        logps, gradient = (
-            f"{mine:.2g} (rows alone: {theirs:.2g}, allowed: {allowed:.2g})"
-            for mine, theirs, allowed in zip(self.layout, self.alone, self.allowed, strict=True)
-        )
-        return (
-            f"on {self.num_tokens} tokens in {self.dtype} their mean error in nats is {logps}, and the "
-            f"relative error of a gradient {gradient}"
-        )
-
-    @property
-    def passed(self) -> bool:
-        """True if no error exceeds the allowed one; NaN exceeds every number."""
-        return all(error <= allowed for error, allowed in zip(self.layout, self.allowed, strict=True))
+    problem: str
 
 
 class RowsAlone:
@@ -177,17 +153,23 @@ class RowsAlone:
                 return not training, moved
         return True, moved
 
-    @property
-    def is_causal(self) -> bool:
-        return self.moved <= _ALLOWED[self.dtype][0]
-
     def check(self, compute: ComputeLogps) -> LayoutCheck:
         """Compare ``compute`` with the rows alone, in the mode that trains, with its gradient checkpoints."""
         images = has_images(self.rows.images)  # whole prompts: the activations of a pair of rows at a time
         pairs = [self.rows.select([0, 1]), self.rows.select([2])]
         with _mode(self.model, training=not self.random):
-            given = self._measure(compute, pairs if images else [self.rows])
-        return LayoutCheck(self._errors(given), self.alone, self.dtype, self.num_tokens)
+            errors = self._errors(self._measure(compute, pairs if images else [self.rows]))
+        allowed = [
+            _FACTOR * own + beyond for own, beyond in zip(self.alone, _ALLOWED[self.dtype], strict=True)
+        ]
+        if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # False for NaN
+            return LayoutCheck(errors, self.alone, "")
+        logps, gradient = (
+            f"{error:.2g} (rows alone: {theirs:.2g}, allowed: {most:.2g})"
+            for error, theirs, most in zip(errors, self.alone, allowed, strict=True)
+        )
+        found = f"their mean error in nats is {logps}, and the relative error of a gradient {gradient}"
+        return LayoutCheck(errors, self.alone, f"on {self.num_tokens} tokens in {self.dtype} {found}")
 
     def _measure(self, compute: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
@@ -215,7 +197,7 @@ def check_causal(rows: RowsAlone) -> None:
     Raises:
         ConfigError: it is one; the message has the change.
     """
-    if not rows.is_causal:
+    if not rows.moved <= _ALLOWED[rows.dtype][0]:  # NaN exceeds every number
         raise ConfigError(
             f"the last token of a row changes the log-probs before it by {rows.moved:.2g} nats: "
             f"{type(base_model(rows.model)).__name__} does not attend causally, so that a completion is not "
@@ -479,7 +461,7 @@ def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, E
             assert computer.layout == "padded", cause
             return "", None
         check = alone.check(lambda m, rows: computer.compute(m, rows, with_entropy=False).logps_BT)
-        if check.passed and alone.balancing_loss is not None and computer.layout != "padded":
+        if not check.problem and alone.balancing_loss is not None and computer.layout != "padded":
             # A padded batch has the loss of transformers itself; the other layouts make it of their sums.
             options: Any = {"with_entropy": False, "with_aux_loss": True}
             own = computer.balanced
@@ -487,7 +469,7 @@ def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, E
     except Exception as error:  # the layout's forward of an unknown model, in any way
         cause = cause or _unless_out_of_memory(error)
         return f"cannot be checked: {type(cause).__name__}: {cause}", cause
-    return "" if check.passed else f"does not reproduce this model's log-probs: {check}", None
+    return check.problem and f"does not reproduce this model's log-probs: {check.problem}", None
 
 
 def _report(computer: Any, first: Way, way: Way, reason: str) -> None:
