@@ -265,27 +265,13 @@ def compute_forked_logprobs(
         ids_12 = batch.prompt_ids_BL[:1, -1:].expand(1, 2)  # not one token: see _width
         unused.append(model(input_ids=ids_12, logits_to_keep=1, use_cache=False).logits)
     if num_passes:
-        logps[0] = _WithUnused.apply(logps[0], *unused)
+        # Plus 0, with a gradient of 0 to outputs that no loss reads: without, the last layer and the head of
+        # such a pass would have no backward, and their ranks would gather less.
+        zeros = [output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0) for output in unused]
+        logps[0] = logps[0] + sum(zero.sum() for zero in zeros)
     back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
     entropy_BT = torch.cat(entropies)[back_B] if entropies else None
     return LogprobOutput(torch.cat(logps)[back_B], entropy_BT, torch.stack(sums).sum(0) if sums else None)
-
-
-class _WithUnused(torch.autograd.Function):
-    """Log-probs as they are; their backward gives a gradient of 0 to outputs that they do not depend on.
-
-    Without it the last layer and the head of such a pass have no backward, and their ranks gather less.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logps_RT: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
-        ctx.unused = [(output.shape, output.dtype) for output in unused]
-        return logps_RT.view_as(logps_RT)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient_RT,) = gradients
-        return gradient_RT, *(gradient_RT.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.unused)
 
 
 def _inputs_of(
