@@ -19,12 +19,7 @@ def pass_at_k(count: int, passed: int, k: int) -> float:
         count: n, at least k.
         passed: c.
         k: number of completions.
-
-    Raises:
-        ValueError: k or c is out of range.
     """
-    if not 1 <= k <= count or not 0 <= passed <= count:
-        raise ValueError(f"pass@{k} of {passed} passed out of {count}; needed: 1 <= k <= n and 0 <= c <= n")
     # Product of k factors ≤ 1: no overflow and no cancellation, unlike the binomials.
     return 1.0 - math.prod(max(count - passed - i, 0) / (count - i) for i in range(k))
 
@@ -39,13 +34,8 @@ def majority_at_k(answers: Sequence[Hashable], passed: Sequence[bool], k: int) -
     Args:
         answers: n answers, at least k; None does not vote, and a window without votes fails.
         passed: n flags.
-        k: number of completions.
-
-    Raises:
-        ValueError: k is out of range.
+        k: number of completions, at most n.
     """
-    if not 1 <= k <= len(answers):
-        raise ValueError(f"maj@{k} of {len(answers)} answers; needed: 1 <= k <= n")
     n = len(answers)
     starts = range(n) if k < n else range(1)  # k = n: one window
     # 0 to 1 per window.
