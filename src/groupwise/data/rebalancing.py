@@ -14,7 +14,7 @@ two micro-batches of two rows, one letter per token; rows 2 and 5 have advantage
     (same everywhere) rank 0: [0 7] [6]                     rank 1: [1 4] [3]
 
     exchange          receives rows 6 and 7                 receives rows 1 and 3
-    materialize                [0 aaaaaa] [6 gg]                     [1 bb  ] [3 d]
+    micro-batches              [0 aaaaaa] [6 gg]                     [1 bb  ] [3 d]
                                [7 hhhhhh]                            [4 eeee]
 
 A row index counts all rows of the window in rank order.
@@ -176,38 +176,27 @@ def rebalance(
     planned = plan(rows, layout, budget, len(window))
     mine = planned[budget.rank]
     batch = batch.with_fields(rows.fields)  # log-probs of a separate sampler, which only other ranks have
+    kept = sorted(row for part in mine for row in part)
     if budget.world_size == 1:
-        kept = sorted(row for part in mine for row in part)  # as exchange returns them
-        received = batch.select(kept) if kept else None
+        received = batch.select(kept) if kept else None  # as exchange returns them
     else:
         held = [rows.of_rank(rank) for rank in range(budget.world_size)]
         received = exchange(batch, held, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
     shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
-    batches = materialize(received, mine, lambda: _without_weight(batch.select([shortest])))
+    place = {row: index for index, row in enumerate(kept)}  # in ``received``
+    batches = [
+        received.select([place[row] for row in part])
+        if part and received is not None
+        else _without_weight(batch.select([shortest]))
+        for part in mine
+    ]
     skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
     stats = replace(
         _window_stats(rows.shape, sum(rows.has_gradient), mine, layout, budget.world_size),
         skipped_weight=batch.sequence_weight_B1[skipped].sum(),  # they count in the logs, with loss zero
     )
     return [None] * (len(window) - len(batches)) + batches, stats
-
-
-def materialize(
-    rows: MicroBatch | None, parts: list[list[int]], make_filler: Callable[[], MicroBatch]
-) -> list[MicroBatch | None]:
-    """Cut the rows of this rank into the micro-batches of its plan.
-
-    Args:
-        rows: what :func:`exchange` returned.
-        parts: row indices of each micro-batch.
-        make_filler: returns the micro-batch of a part without rows.
-    """
-    index = {row: i for i, row in enumerate(sorted(row for part in parts for row in part))}  # in ``rows``
-    return [
-        rows.select([index[row] for row in part]) if part and rows is not None else make_filler()
-        for part in parts
-    ]
 
 
 def _window_stats(
