@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +42,12 @@ def as_saved(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def disable_cpu_packing(module: nn.Module) -> bool:
-    """Keep a 4-bit layer from repacking its weights on a CPU with AVX512_BF16, and undo it if it has.
+    """Keep a 4-bit layer from repacking its weights on a CPU with AVX512_BF16; return True if it has already.
 
     The first forward in evaluation repacks. No gradient flows through packed weights, and they cannot be
     dequantized.
-
-    Returns:
-        True if the weights were unpacked. Their scales were rounded, nested ones twice.
     """
     if not hasattr(module, "support_avx512bf16_for_cpu"):
         return False
     module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-    weight: Any = module.weight
-    if not getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-        return False
-    from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
-
-    weight.data, weight.quant_state = _convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
-    return True
+    return bool(getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,8 +16,6 @@ from groupwise.policy.introspection import adapter_type, is_quantized, load_conf
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-logger = logging.getLogger(__name__)
 
 
 def quantization_of(
@@ -77,13 +74,14 @@ def check_quantized(
 def keep_4bit_weights_unpacked(model: PreTrainedModel) -> None:
     """Stop bitsandbytes from repacking 4-bit weights at their first use for sampling on a CPU.
 
-    Repacked weights propagate no gradient, and adapters would silently not train. Those that an earlier
-    forward repacked are unpacked, with a warning.
+    Repacked weights propagate no gradient, and adapters would silently not train.
+
+    Raises:
+        ConfigError: an earlier forward has repacked some.
     """
-    unpacked = [disable_cpu_packing(module) for module in model.modules()]
-    if any(unpacked):
-        logger.warning(
-            "%d 4-bit layers were repacked by bitsandbytes in an earlier forward. They were unpacked; "
-            "their scales are rounded. Load the model anew to train on exactly its weights.",
-            sum(unpacked),
+    packed = [module for module in model.modules() if disable_cpu_packing(module)]
+    if packed:
+        raise ConfigError(
+            f"{len(packed)} 4-bit layers were repacked by bitsandbytes in an earlier forward on a CPU, which "
+            "rounds their scales and keeps adapters from training; load the model anew"
         )
