@@ -242,8 +242,8 @@ def test_names_and_flags_of_a_transformers_model(tmp_path):
 
 
 def test_constants_of_checkpoints():
-    assert compat_transformers.trainer_state_name() == "trainer_state.json"
-    assert compat_transformers.checkpoint_prefix() == "checkpoint"
+    assert compat_transformers.TRAINER_STATE == transformers.trainer.TRAINER_STATE_NAME
+    assert compat_transformers.CHECKPOINT == transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 
 
 def test_uploads_of_the_trainer_leave_out_files(monkeypatch):

@@ -25,21 +25,10 @@ if TYPE_CHECKING:
 
 Weights = dict[str, "torch.Tensor"]
 
+#: File name of the trainer state in a checkpoint, and prefix of the directories of checkpoints.
+TRAINER_STATE, CHECKPOINT = "trainer_state.json", "checkpoint"
+
 _NOT_UPLOADED: ContextVar[tuple[str, ...]] = ContextVar("not_uploaded", default=())
-
-
-def trainer_state_name() -> str:
-    """Return the file name of the trainer state in a checkpoint."""
-    from transformers.trainer import TRAINER_STATE_NAME
-
-    return TRAINER_STATE_NAME
-
-
-def checkpoint_prefix() -> str:
-    """Return the prefix of checkpoint directories, ``checkpoint``."""
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-    return PREFIX_CHECKPOINT_DIR
 
 
 def mark_loss_as_scaled(trainer: Trainer) -> None:

@@ -481,9 +481,7 @@ class BaseTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, rename it when every file is on disk, and delete the oldest ones."""
         args, state, run = self.args, self.state, self.run_directory
-        final = Path(
-            self._get_output_dir(trial), f"{compat_transformers.checkpoint_prefix()}-{state.global_step}"
-        )
+        final = Path(self._get_output_dir(trial), f"{compat_transformers.CHECKPOINT}-{state.global_step}")
         self.stages.enter(f"save of step {state.global_step}")
         with run.staged(final, self._estimate_checkpoint_bytes) as staged:
             super()._save_checkpoint(model, trial)
@@ -492,7 +490,7 @@ class BaseTrainer(Trainer):
             if state.best_model_checkpoint == str(staged):
                 state.best_model_checkpoint = str(final)
             if args.should_save:  # again: with the final name of the best checkpoint
-                state.save_to_json(str(staged / compat_transformers.trainer_state_name()))
+                state.save_to_json(str(staged / compat_transformers.TRAINER_STATE))
         run.on_savers(lambda: run.rotate(final, state.best_model_checkpoint))
         if args.push_to_hub:
             self._push_from_checkpoint(str(final))
@@ -567,7 +565,7 @@ class BaseTrainer(Trainer):
         step = self.state.global_step
         if step == 0 or self.args.save_strategy == SaveStrategy.NO:
             return
-        directory = Path(self._get_output_dir(None), f"{compat_transformers.checkpoint_prefix()}-{step}")
+        directory = Path(self._get_output_dir(None), f"{compat_transformers.CHECKPOINT}-{step}")
         failed = self.stages.stage
         if not checkpointing.is_complete(directory):
             self._save_checkpoint(cast(nn.Module, self.model), None)
@@ -590,7 +588,7 @@ class BaseTrainer(Trainer):
 
         Does not support FSDP and DeepSpeed, which load weights when training starts.
         """
-        state = Path(directory, compat_transformers.trainer_state_name())
+        state = Path(directory, compat_transformers.TRAINER_STATE)
         self.state = TrainerState.load_from_json(str(state))
         self._load_from_checkpoint(directory)
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)

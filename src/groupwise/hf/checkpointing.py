@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.deepspeed import convert_to_universal, expect_universal, is_partitioned
-from groupwise.compat.transformers import name_or_path, trainer_state_name
+from groupwise.compat.transformers import TRAINER_STATE, name_or_path
 from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise
@@ -49,7 +49,7 @@ _VIRTUAL_TOKENS = "groupwise_virtual_tokens.pt"
 _SHAPES = {
     MANIFEST: {"run": str | None, "files": {...: {"bytes": int}}},
     _POLICY: {"base_model": str | None, "adapters": {...: dict}, "weights": {...: str}},
-    trainer_state_name(): {"global_step": int},
+    TRAINER_STATE: {"global_step": int},
     SAFE_WEIGHTS_INDEX_NAME: {"weight_map": dict},
 }
 # Fields of an adapter's configuration that do not change the function of its weights.
@@ -123,7 +123,7 @@ def is_complete(directory: Path) -> bool:
     ``enable_jit_checkpoint`` creates the directory before anything is saved.
     """
     has_state = any(directory.glob(STATE.format(rank="*")))
-    return has_state and (directory / trainer_state_name()).is_file()
+    return has_state and (directory / TRAINER_STATE).is_file()
 
 
 def has_converted_names(directory: str, model: nn.Module) -> bool:

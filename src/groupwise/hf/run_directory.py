@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.trainer_utils import SaveStrategy
 
-from groupwise.compat.transformers import checkpoint_prefix, trainer_state_name
+from groupwise.compat.transformers import CHECKPOINT, TRAINER_STATE
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise, is_sharded
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
@@ -351,16 +351,16 @@ def _start(resume_from_checkpoint: str | bool | None, run_dir: Path) -> tuple[st
     directory = find_checkpoint(resume_from_checkpoint, str(run_dir))
     if directory is None:
         return None, None, token_hex(6)
-    step = checkpointing.read_saved(directory, trainer_state_name()).get("global_step", 0)
+    step = checkpointing.read_saved(directory, TRAINER_STATE).get("global_step", 0)
     return directory, step, saved_run_id(Path(directory)) or token_hex(6)
 
 
 def checkpoints(run_dir: Path) -> dict[int, Path]:
     """Map step number to directory for every checkpoint in ``run_dir``, the newest first."""
-    pattern = re.compile(rf"{checkpoint_prefix()}-(\d+)")
+    pattern = re.compile(rf"{CHECKPOINT}-(\d+)")
     found = {
         int(match[1]): path
-        for path in run_dir.glob(f"{checkpoint_prefix()}-*")
+        for path in run_dir.glob(f"{CHECKPOINT}-*")
         if path.is_dir() and (match := pattern.fullmatch(path.name))
     }
     return dict(sorted(found.items(), reverse=True))

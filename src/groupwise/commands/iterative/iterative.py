@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.commands.iterative.reward_training import EXAMPLES, Example, train_reward_model, with_replay
-from groupwise.compat.transformers import checkpoint_prefix
+from groupwise.compat.transformers import CHECKPOINT
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import is_streaming
 from groupwise.distributed import is_sharded
@@ -114,7 +114,7 @@ class IterativeGRPO:
             self.trainer.train(resume_from_checkpoint=checkpoint)
         finally:
             self.trainer.remove_callback(stop)
-        return str(Path(str(self.trainer.args.output_dir), f"{checkpoint_prefix()}-{last_step}"))
+        return str(Path(str(self.trainer.args.output_dir), f"{CHECKPOINT}-{last_step}"))
 
     # The reward model.
 
