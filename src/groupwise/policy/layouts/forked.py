@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ from groupwise.policy.introspection import (
     multimodal_part,
     unwrapped,
 )
-from groupwise.policy.layouts.padded import compute_padded_logprobs
+from groupwise.policy.layouts.padded import compute_padded_logprobs, join_outputs
 from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
 from groupwise.records.images import has_images, join_images
 from groupwise.records.sampling_mask import SamplingMask, join_sampling_masks
@@ -229,30 +229,19 @@ def compute_forked_logprobs(
         RuntimeError: the model did not use the cache that it was given, or reentrant checkpoints detach it.
     """
     accepted = accepted_arguments(model)
-    order: list[torch.Tensor] = []
-    logps: list[torch.Tensor] = []
-    entropies: list[torch.Tensor] = []
+    outputs: list[tuple[torch.Tensor, LogprobOutput]] = []  # with the rows of each pass
     unused: list[torch.Tensor] = []  # outputs of passes that no loss reads
     sums: list[torch.Tensor] | None = [] if with_aux_loss else None  # (2E + 1,) of each pass
     # Below DDP, whose hooks fire once per backward pass; not below a wrapper that gathers parameters.
     reader = model if num_passes else unwrapped(model)
-    width, num_tokens = batch.completion_ids_BT.shape[1], forked.num_tokens()
     temperature = batch.sampler.temperature
     compute = partial(forward_logprobs, head=head, temperature=temperature, with_entropy=with_entropy)
-
-    def add(rows_R: torch.Tensor, logps_RT: torch.Tensor, entropy_RT: torch.Tensor | None) -> None:
-        gap = width - logps_RT.shape[1]
-        order.append(rows_R)
-        logps.append(F.pad(logps_RT, (0, gap)))  # (R, T) of the batch
-        if entropy_RT is not None:
-            entropies.append(F.pad(entropy_RT, (0, gap)))
-
     for fork in forked.forks:
-        prompt = ForkableCache(_empty_layers(model), num_tokens, keep=True)
+        prompt = ForkableCache(_empty_layers(model), forked.num_tokens(), keep=True)
         start_P1 = _read_prompts(reader, fork, prompt, accepted, unused, sums, routing)
         for part in fork.parts:
-            outputs = _continue_prompts(model, part, prompt, start_P1, accepted, compute, sums, routing)
-            add(part.rows_R, *outputs)
+            output = _continue_prompts(model, part, prompt, start_P1, accepted, compute, sums, routing)
+            outputs.append((part.rows_R, output))
         prompt.after.clear()  # a recomputation reads the layers before the pass alone
     if forked.padded is not None:
         rows_R = torch.tensor(forked.padded_rows, device=batch.prompt_ids_BL.device)
@@ -260,7 +249,7 @@ def compute_forked_logprobs(
         output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy, **options)
         if sums is not None and output.aux_loss is not None:
             sums.append(output.aux_loss)
-        add(rows_R, output.logps_BT, output.entropy_BT)
+        outputs.append((rows_R, output))
     for _ in range(num_passes - forked.num_passes()):
         ids_12 = batch.prompt_ids_BL[:1, -1:].expand(1, 2)  # not one token: see _width
         unused.append(model(input_ids=ids_12, logits_to_keep=1, use_cache=False).logits)
@@ -268,10 +257,10 @@ def compute_forked_logprobs(
         # Plus 0, with a gradient of 0 to outputs that no loss reads: without, the last layer and the head of
         # such a pass would have no backward, and their ranks would gather less.
         zeros = [output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0) for output in unused]
-        logps[0] = logps[0] + sum(zero.sum() for zero in zeros)
-    back_B = torch.cat(order).argsort()  # row of the batch to its place among the passes
-    entropy_BT = torch.cat(entropies)[back_B] if entropies else None
-    return LogprobOutput(torch.cat(logps)[back_B], entropy_BT, torch.stack(sums).sum(0) if sums else None)
+        rows_R, output = outputs[0]
+        tied_RT = output.logps_BT + sum(zero.sum() for zero in zeros)
+        outputs[0] = rows_R, replace(output, logps_BT=tied_RT)
+    return join_outputs(outputs, batch.completion_ids_BT.shape[1], sums or ())
 
 
 def _inputs_of(
@@ -332,7 +321,7 @@ def _continue_prompts(
     compute: Callable[..., Any],
     sums: list[torch.Tensor] | None,
     routing: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> LogprobOutput:
     """Return log-probs and entropies (R, T) of completions that continue the layers of ``prompt``.
 
     Adds router sums to ``sums``.
@@ -353,7 +342,7 @@ def _continue_prompts(
     if sums is not None and of_pass is not None:
         sums.append(of_pass)
     cache.check_written()
-    return logps_RT, entropy_RT
+    return LogprobOutput(logps_RT, entropy_RT)
 
 
 class ForkableCache(DynamicCache):

@@ -10,6 +10,7 @@ Axes: B rows, L prompt tokens, T completion tokens, S = L + T, K positions that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,25 +99,35 @@ def compute_equal_lengths(
     for row, pair in enumerate(lengths.tolist()):  # (prompt tokens, completion tokens)
         by_lengths.setdefault(tuple(pair), []).append(row)
     options: Any = {"with_entropy": with_entropy, "with_router_sums": with_aux_loss, "routing": routing}
-    device = lengths.device
-    parts = [
-        compute_padded_logprobs(
-            model, batch.select(rows), head, rows_R=torch.tensor(rows, device=device), **options
+    parts = []
+    for rows in by_lengths.values():
+        rows_R = torch.tensor(rows, device=lengths.device)
+        parts.append(
+            (rows_R, compute_padded_logprobs(model, batch.select(rows), head, rows_R=rows_R, **options))
         )
-        for rows in by_lengths.values()
-    ]
-    rows_B = torch.tensor([row for rows in by_lengths.values() for row in rows], device=lengths.device)
+    sums = [output.aux_loss for _, output in parts if output.aux_loss is not None]
+    return join_outputs(parts, batch.completion_ids_BT.shape[1], sums)
 
-    def joined(values: list[Any]) -> torch.Tensor:  # (R, T_i) each to (B, T), in the order of the batch
-        width = batch.completion_ids_BT.shape[1]
-        return torch.cat([F.pad(each, (0, width - each.shape[1])) for each in values])[rows_B.argsort()]
 
-    entropies = [part.entropy_BT for part in parts]
-    sums = [part.aux_loss for part in parts if part.aux_loss is not None]
+def join_outputs(
+    parts: Sequence[tuple[torch.Tensor, LogprobOutput]], width: int, sums: Sequence[torch.Tensor]
+) -> LogprobOutput:
+    """Return the outputs (R, T') of parts of a batch, each with its rows, as those of the batch, (B, T).
+
+    Args:
+        width: T.
+        sums: router sums of all passes, which add up.
+    """
+    place_B = torch.cat([rows_R for rows_R, _ in parts]).argsort()  # of each row among the parts
+
+    def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([F.pad(each, (0, width - each.shape[1])) for each in values])[place_B]
+
+    entropies = [output.entropy_BT for _, output in parts if output.entropy_BT is not None]
     return LogprobOutput(
-        joined([part.logps_BT for part in parts]),
-        joined(entropies) if with_entropy else None,
-        torch.stack(sums).sum(0) if sums else None,
+        joined([output.logps_BT for _, output in parts]),
+        joined(entropies) if entropies else None,
+        torch.stack([*sums]).sum(0) if sums else None,
     )
 
 
