@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
 from groupwise.records import Experience, MicroBatch
 from groupwise.records.serialization import host_copy, load
@@ -88,46 +89,42 @@ def merge_generations(snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -
     Raises:
         ConfigError: the rows do not divide into the present micro-batches.
     """
-    first, parts = snapshots[0], [part["entries"] for part in snapshots]
-    if not first["entries"]:
-        return first
-    by_row, rank, ranks = config.splits_generation, config.process_index, config.world_size
-    rows = Experience.concatenate(list(chain.from_iterable(zip(*parts, strict=True) if by_row else parts)))
-    size = config.per_device_train_batch_size
-    taken = first["cursor"] * len(snapshots) * len(first["entries"][0])  # rows of all ranks
-    if len(rows) % (size * ranks) or taken % (size * ranks):
-        raise ConfigError(
-            f"the generation batch of the checkpoint has {len(rows)} completions, {taken} of them "
-            f"trained on, which {ranks} processes with per_device_train_batch_size={size} cannot divide; "
-            f"resume with {len(snapshots)} processes until a new generation begins"
-        )
-    split, count = rows.split(size), len(rows) // (size * ranks)  # micro-batches of all ranks, of one
-    own = split[rank::ranks] if by_row else split[rank * count :][:count]
-    return {**first, "entries": own, "cursor": taken // (size * ranks)}
+    parts, by_row, ranks = (
+        [each["entries"] for each in snapshots],
+        config.splits_generation,
+        config.world_size,
+    )
+    entries = list(chain.from_iterable(zip(*parts, strict=True) if by_row else parts))
+    joined = {**snapshots[0], "entries": entries, "cursor": snapshots[0]["cursor"] * len(snapshots)}
+    whole = cut_anew(joined, config.per_device_train_batch_size, ranks)
+    count = len(whole["entries"]) // ranks  # micro-batches of a rank
+    own = slice(config.process_index, None, ranks) if by_row else rows_of_rank(config.process_index, count)
+    return {**whole, "entries": whole["entries"][own], "cursor": whole["cursor"] // ranks}
 
 
-def cut_anew(snapshot: dict[str, Any], size: int) -> dict[str, Any]:
-    """Cut what is left of a generation into micro-batches of another size, on each rank alone.
+def cut_anew(snapshot: dict[str, Any], size: int, ranks: int = 1) -> dict[str, Any]:
+    """Cut what is left of a generation into micro-batches of another size, by default on each rank alone.
 
     A step of as many completions as before has the same ones: 4 micro-batches of 4 rows, of which 2 are
     taken, become 2 of 8, of which 1 is taken.
 
     Args:
-        snapshot: of the buffer of this rank.
+        snapshot: of the buffer.
         size: present ``per_device_train_batch_size``.
+        ranks: processes that will share the micro-batches equally.
 
     Raises:
         ConfigError: the rows do not divide into such micro-batches.
     """
     entries = snapshot["entries"]
-    if not entries or len(entries[0]) == size:
+    if not entries or (len(entries[0]) == size and ranks == 1):
         return snapshot
     rows, taken = Experience.concatenate(entries), snapshot["cursor"] * len(entries[0])
-    if len(rows) % size or taken % size:
+    if len(rows) % (size * ranks) or taken % (size * ranks):
         raise ConfigError(
-            f"per_device_train_batch_size={size} cannot divide the generation batch of the checkpoint: a "
-            f"process has {len(rows)} completions and has trained on {taken}; set a divisor of "
-            f"{math.gcd(len(rows), taken)}, or {len(entries[0])} until a new generation begins"
+            f"per_device_train_batch_size={size} x {ranks} process(es) cannot divide the generation batch of "
+            f"the checkpoint: it has {len(rows)} completions, {taken} of them trained on; set a divisor of "
+            f"{math.gcd(len(rows), taken)}, or resume as before until a new generation begins"
         )
     return {**snapshot, "entries": rows.split(size), "cursor": taken // size}
 
