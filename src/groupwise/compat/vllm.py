@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from groupwise.errors import BackendError
 
 if TYPE_CHECKING:
@@ -217,6 +215,7 @@ _with_group: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def start_engine(arguments: dict[str, Any]) -> Any:
     """Return a new ``vllm.LLM``, to be stopped by `shut_down`."""
+    import torch.distributed as dist
     from vllm import LLM
 
     is_initialized = dist.is_initialized()
