@@ -253,7 +253,7 @@ CORE = [
         ("16 * z**3", "6 * z**3", CONFIDENCE),
         ("freedom**power", "freedom", CONFIDENCE),
         ("enumerate(terms, 1)", "enumerate(terms)", CONFIDENCE),
-        ("1 - level / 2", "1 - level", CONFIDENCE),
+        ("1 - look_level(look) / 2", "1 - look_level(look)", CONFIDENCE),
         ("count - 1", "count - 20", CONFIDENCE),
         ("values.var()", "values.var(correction=0)", CONFIDENCE),
         ("[-1.0, 1.0]", "[-0.1, 0.1]", CONFIDENCE),
