@@ -19,7 +19,7 @@ from support.runs import trainer
 from support.workers.launch import run
 
 from groupwise import ConfigError, RewardError
-from groupwise.sandbox import isolated, isolation
+from groupwise.sandbox import isolated
 
 
 def judge(reward, texts, **given):
@@ -172,20 +172,6 @@ def test_a_call_that_was_given_up_leaves_its_rewards_to_no_other():
         signal.signal(signal.SIGALRM, before)
     assert judge(reward, ["a", "bbb"]) == [1.0, 3.0]
     assert judge(reward, ["bb"]) == [2.0]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_a_pool_that_hangs_is_stopped_and_the_next_one_works(monkeypatch):
-    def stops_the_pool(completions, **_):
-        if completions == ["stop"]:
-            os.kill(os.getppid(), signal.SIGSTOP)  # the process that keeps the time limits
-        return [float(len(completions[0]))]
-
-    monkeypatch.setattr(isolation, "_POOL_SECONDS", 2.0)
-    reward = isolated(stops_the_pool, timeout=1.0, on_error="none")
-    assert judge(reward, ["a", "stop", "bb"])[0] == 1.0
-    assert judge(reward, ["a", "bb"]) == [1.0, 2.0]
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 Each process is forked by the one on its left::
 
-    trainer ── _serve ────────────── _run_pool ─────────────── _score_row
-               once, before models   one per call: starts      one per completion: calls the
-               and threads exist     workers, keeps limits     function, writes a result file
+    trainer ── _serve ──────────────────────────────────── _score_row
+               once, before models and threads exist:      one per completion: calls the
+               starts workers, keeps their time limits     function, writes a result file
 
     rows: a pipe, then memory that the fork copies         results: files, then the same pipe
 """
@@ -207,68 +207,45 @@ def _serve(
 ) -> None:
     """Answer each numbered list of rows with a list of results, until the trainer ends."""
     trainers_end.close()  # an open copy would hide the end of the trainer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is handled by the trainer
+    os.setsid()  # an interrupt of the terminal is handled by the trainer; workers are killed as a group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    global _reward
-    _reward = reward  # inherited by fork: closures cannot be pickled
     gc.freeze()  # a collection in a worker would copy the memory of everything that is imported here
-    while True:
-        try:
+    try:
+        while True:
             number, rows = connection.recv()
-        except EOFError:
-            return
-        connection.send((number, _score_rows(rows, timeout, processes, connection)))
+            with tempfile.TemporaryDirectory(prefix="groupwise-") as directory:
+                results = _score_rows(reward, rows, directory, timeout, processes, connection)
+            connection.send((number, results))
+    except (EOFError, OSError):  # the trainer has ended
+        os.killpg(0, signal.SIGKILL)
 
 
 def _score_rows(
-    rows: list[bytes], timeout: float | None, processes: int, connection: Connection
+    reward: Callable[..., Any],
+    rows: list[bytes],
+    directory: str,
+    timeout: float | None,
+    processes: int,
+    connection: Connection,
 ) -> list[bytes]:
-    """Score each row in a worker of its own, and return a pickled ``RowResult`` for each.
+    """Score each row in a worker of its own, up to ``processes`` at a time; return pickled ``RowResult``.
 
-    Rows reach the workers by fork and results come back as files. Through pipes that the workers share, a
-    worker that dies while it writes would block the others or shift their results to other rows.
+    A worker ends with its row: one that served the next row too could end in the middle of it. Rows reach the
+    workers by fork and results come back as files. Through pipes that the workers share, a worker that dies
+    while it writes would block the others or shift their results to other rows.
+
+    Raises:
+        EOFError: the trainer has ended.
     """
-    global _rows
-    _rows = rows
-    deadline = None
-    if timeout is not None:  # the pool keeps the time limit of each row; this limit is for the pool itself
-        deadline = time.monotonic() + timeout * math.ceil(len(rows) / processes) + _POOL_SECONDS
-    with tempfile.TemporaryDirectory(prefix="groupwise-") as directory:
-        pool = _fork(_run_pool, directory, timeout, processes)
-        while os.waitpid(pool, os.WNOHANG)[0] == 0:
-            if deadline is not None and time.monotonic() > deadline:
-                os.killpg(pool, signal.SIGKILL)  # and its workers
-                deadline = None
-            if connection.poll():  # closed, since nothing is sent during a call: the trainer has ended
-                with suppress(ProcessLookupError):  # the pool is not the leader of its group yet
-                    os.killpg(pool, signal.SIGKILL)
-            time.sleep(0.002)
-        lost = pickle.dumps(RowResult(None, "has no result: its pool of processes was stopped", math.nan))
-        paths = [Path(directory, str(i)) for i in range(len(rows))]
-        return [path.read_bytes() if path.is_file() else lost for path in paths]
-
-
-#: Seconds that a pool may take besides the time limits of its rows.
-_POOL_SECONDS = 60.0
-
-_reward: Callable[..., Any]
-_rows: list[bytes]
-
-
-def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
-    """Run a worker for each row, up to ``processes`` at the same time, and write the results it leaves out.
-
-    A worker ends with its row: one that served the next row too could end in the middle of it.
-    """
-    os.setsid()  # the pool and its workers are killed as a group
     limit = math.inf if timeout is None else timeout
-    waiting = deque(range(len(_rows)))
-    running: dict[int, tuple[int, float]] = {}  # process id: row, start
+    paths = [Path(directory, str(i)) for i in range(len(rows))]
+    waiting = deque(zip(rows, paths, strict=True))
+    running: dict[int, tuple[Path, float]] = {}  # process id: file of the result, start
     while waiting or running:
         while waiting and len(running) < processes:
-            i = waiting.popleft()
-            running[_fork(_score_row, directory, i)] = i, time.monotonic()
-        for worker, (i, start) in list(running.items()):
+            row, path = waiting.popleft()
+            running[_fork(_score_row, reward, row, path)] = path, time.monotonic()
+        for worker, (path, start) in list(running.items()):
             exceeded = time.monotonic() - start > limit
             if exceeded:
                 os.kill(worker, signal.SIGKILL)
@@ -276,30 +253,33 @@ def _run_pool(directory: str, timeout: float | None, processes: int) -> None:
             if not ended:
                 continue
             del running[worker]
-            if Path(directory, str(i)).is_file():
+            if path.is_file():
                 continue
             code = os.waitstatus_to_exitcode(status)
             ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             lost = RowResult(None, f"ended its process ({ending})", math.nan)
             if exceeded:
                 lost = RowResult(None, f"took longer than {limit} seconds and was killed", limit)
-            _write_result(directory, i, lost)
+            _write_result(path, lost)
+        if connection.poll():  # closed, since nothing is sent during a call
+            raise EOFError
         time.sleep(0.002)
+    return [path.read_bytes() for path in paths]
 
 
-def _write_result(directory: str, i: int, result: RowResult) -> None:
+def _write_result(path: Path, result: RowResult) -> None:
     try:
         pickled = pickle.dumps(result)
     except Exception as error:
         pickled = pickle.dumps(
             RowResult(None, f"returned an object that cannot be sent: {error}", result.seconds)
         )
-    partial = Path(directory, f"{i}.partial")
+    partial = path.with_suffix(".partial")
     partial.write_bytes(pickled)
-    os.replace(partial, Path(directory, str(i)))
+    os.replace(partial, path)
 
 
-def _score_row(directory: str, i: int) -> None:
+def _score_row(reward: Callable[..., Any], row: bytes, path: Path) -> None:
     """Call the reward function on one completion, in a worker."""
     import torch
 
@@ -308,7 +288,7 @@ def _score_row(directory: str, i: int) -> None:
     start = time.monotonic()
     value, failure = None, None
     try:
-        output = _reward(**pickle.loads(_rows[i]), log_extra=log.log_extra, log_metric=log.log_metric)
+        output = reward(**pickle.loads(row), log_extra=log.log_extra, log_metric=log.log_metric)
         if inspect.isawaitable(output):
             output = asyncio.run(_awaited(output))
         output = output.tolist() if hasattr(output, "tolist") else list(output)
@@ -318,7 +298,7 @@ def _score_row(directory: str, i: int) -> None:
     except BaseException as error:  # SystemExit too
         failure = f"raised {type(error).__name__}: {error}"
     columns = {name: values[0] for name, values in log.columns.items()}
-    _write_result(directory, i, RowResult(value, failure, time.monotonic() - start, columns, log.metrics))
+    _write_result(path, RowResult(value, failure, time.monotonic() - start, columns, log.metrics))
 
 
 async def _awaited(output: Any) -> Any:
