@@ -216,6 +216,6 @@ def test_a_launched_run_resumes(trained: Path, tmp_path: Path) -> None:
         assert "by 1 processes, and 2 with per_device_train_batch_size=4 cannot form its 4 comp" in refusal
         assert refusal.endswith("start 1 processes, or set per_device_train_batch_size to a divisor of 2")
         locked = (trained / f"locked_{rank}.txt").read_text()
-        assert "used by another run (process 7 on host elsewhere, since 2026-02-03)" in locked
+        assert "used by another run" in locked
     assert _same(torch.load(trained / "resumed.pt"), torch.load(trained / "whole.pt"))
     assert _history(trained, "resumed") == _history(trained, "whole")

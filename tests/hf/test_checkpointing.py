@@ -42,9 +42,9 @@ def _write(directory: Path, **files: str) -> Path:
 
 
 def _names(directory: Path) -> list[str]:
-    """Without logged metrics, settings and the files of the lock, which every run writes."""
+    """Without logged metrics, settings and the file of the lock, which every run writes."""
     names = [path.name for path in directory.iterdir() if path.suffix != ".jsonl"]
-    return sorted(name for name in names if name not in ("settings.json", "_run.json", "_run.lock"))
+    return sorted(name for name in names if name not in ("settings.json", "_run.lock"))
 
 
 def _run(directory: Path) -> RunDirectory:
@@ -89,7 +89,7 @@ def test_find_checkpoint_takes_the_highest_step(tmp_path: Path, caplog: Any) -> 
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-11.old"):
         _write(tmp_path / name, **_COMPLETE)
     (tmp_path / "checkpoint-50").write_text("a file")
-    _write(tmp_path / "_incomplete_0123456789ab" / "checkpoint-99", **_COMPLETE)
+    _write(tmp_path / "_incomplete" / "checkpoint-99", **_COMPLETE)
     assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert "skipped" not in caplog.text
 
@@ -136,13 +136,6 @@ def test_json_of_another_shape_is_named_and_the_newest_sound_checkpoint_taken(
     shutil.rmtree(tmp_path / "checkpoint-3")
     with pytest.raises(ConfigError, match=rf"{name}.*none beside it is sound"):
         find_checkpoint(True, str(tmp_path))
-
-
-@pytest.mark.parametrize("content", ["[]", "null", '{"host": 3}', '{"process": "7"}', "[" * 10**5])
-def test_a_file_of_the_lock_that_names_no_process_is_ignored(tmp_path: Path, content: str) -> None:
-    (tmp_path / "_run.json").write_text(content)
-    with _run(tmp_path).claimed():
-        assert json.loads((tmp_path / "_run.json").read_text())["process"] == os.getpid()
 
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
@@ -379,20 +372,11 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
 
 
 def test_files_left_by_a_crash_are_not_in_the_next_checkpoint(tmp_path: Path) -> None:
-    """The file of the lock names the run that was killed; other directories are not its own."""
-    others = ("run/_incomplete_aaaaaaaaaaaa", "run/_incomplete_", "notes")
-    for name in ("run/_incomplete_0123456789ab", *others):
+    for name in ("_incomplete", "_incomplete_notes"):
         _write(tmp_path / name / "checkpoint-1", rng_state_5="of a larger run")
-    killed = {"host": "here", "process": 7}
-    for left in ("0123456789ab", "/../../notes", "", None, ["aaaaaaaaaaaa"]):
-        (tmp_path / "run" / "_run.json").write_text(json.dumps({**killed, "id": left}))
-        with _run(tmp_path / "run").claimed():
-            pass
-    make_trainer(tmp_path / "run", max_steps=1).train()
-    assert "rng_state_5" not in _names(tmp_path / "run" / "checkpoint-1")
-    assert _names(tmp_path) == ["notes", "run"]
-    assert _names(tmp_path / "run") == ["_incomplete_", "_incomplete_aaaaaaaaaaaa", "checkpoint-1"]
-    assert all("rng_state_5" in _names(tmp_path / name / "checkpoint-1") for name in others)
+    make_trainer(tmp_path, max_steps=1).train()
+    assert "rng_state_5" not in _names(tmp_path / "checkpoint-1")
+    assert _names(tmp_path) == ["_incomplete_notes", "checkpoint-1"]
 
 
 def test_a_failed_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +532,7 @@ def test_uploads_contain_whole_checkpoints_only(
     for folder in folders:
         assert {f"{folder}/optimizer.pt", f"{folder}/groupwise_state_0.pt"} <= set(hub.paths)
     (half,) = tmp_path.rglob("checkpoint-3")
-    assert (half / "model.safetensors").is_file() and half.parent.name.startswith("_incomplete_")
+    assert (half / "model.safetensors").is_file() and half.parent.name == "_incomplete"
     assert [name for name in hub.paths if name.startswith("_")] == []
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import re
 import shutil
 import sys
 from multiprocessing.connection import Client, Connection
@@ -152,7 +151,7 @@ def _stop_at_writes(talk: Connection) -> None:
         for file in files[: len(files) // 2]:
             file.unlink()
         if files:
-            announce(f"half of {re.sub('[0-9a-f]{12}$', 'ID', os.path.basename(path))} removed")
+            announce(f"half of {os.path.basename(path)} removed")
         real_rmtree(path, *args, **kwargs)
 
     torch.save, os.replace, shutil.rmtree = save, replace, rmtree

@@ -48,6 +48,6 @@ def save_run(
 
 
 def files(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Return time of the last change and contents of every file but that which names the process."""
-    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "_run.json"]
+    """Return time of the last change and contents of every file."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}

@@ -1,22 +1,20 @@
-"""Output directory of a run: its lock and id, the checkpoints in it, and how they enter and leave it."""
+"""Output directory of a run: its lock, its id, the checkpoints in it, and how they enter and leave it."""
 
 from __future__ import annotations
 
 import errno
 import filecmp
-import json
 import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
@@ -26,15 +24,14 @@ from transformers.trainer_utils import SaveStrategy
 from groupwise.compat.transformers import CHECKPOINT, TRAINER_STATE
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise, is_sharded
-from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
-from groupwise.files import read_json
+from groupwise.errors import ConfigError, GroupwiseError, warn_once
 from groupwise.hf import checkpointing
 from groupwise.hf.checkpointing import MANIFEST, damage, is_complete, saved_run_id
 
 logger = logging.getLogger(__name__)
 
 # ``Trainer`` uploads no files whose path in ``output_dir`` begins with "_".
-_LOCK, _HOLDER, _STAGING = "_run.lock", "_run.json", "_incomplete_"
+_LOCK, _STAGING = "_run.lock", "_incomplete"
 _EARLIER_RUNS = "_earlier_runs"  # checkpoints of other runs
 
 T = TypeVar("T")
@@ -43,15 +40,13 @@ T = TypeVar("T")
 class RunDirectory:
     """``output_dir`` of a run: locked while the run trains or evaluates; one that saves moves others' aside.
 
-    The operating system ends the lock with its process, which a file beside it names. On a file system
-    without locks between hosts a second run can start, and the first one ends at its next save, because the
-    file names another process. Both files stay.
+    The operating system ends the lock with its process; its file stays.
 
     Attributes:
         run_id: identity of the run, which a resumed run shares; "" before the first one.
         step: of the checkpoint that the run resumed from; None in a new run.
         finished: checkpoint of the result, of a run that had ended when it was resumed.
-        staging: directory in which files are written before they are renamed.
+        staging: directory in which files are written before they are renamed; that of the run with the lock.
         is_staging: True while they are written.
     """
 
@@ -60,15 +55,19 @@ class RunDirectory:
         self.run_id = ""
         self.step: int | None = None
         self.finished: Path | None = None
-        self.staging, self.is_staging = Path(), False
+        self.is_staging = False
         self._saves: bool | None = None  # None: outside of open()
         self._is_locked = False
         self._lock: FileLock | None = None
-        self._holder: dict[str, Any] = {}
+        self._process = 0  # that has the lock; a fork of it must not release it
 
     @property
     def path(self) -> Path:
         return Path(str(self.args.output_dir))
+
+    @property
+    def staging(self) -> Path:
+        return self.path / _STAGING
 
     @contextmanager
     def open(
@@ -110,7 +109,6 @@ class RunDirectory:
 
         Raises:
             ConfigError: another run has the lock.
-            TrainingError: another run took the directory, whose file system does not lock between hosts.
         """
         with ExitStack() as stack:
             try:
@@ -119,11 +117,9 @@ class RunDirectory:
                 if saves:
                     raise
                 logger.warning("output_dir=%r: no metrics and rollouts are written (%s)", self.path, cause)
-            if saves:
-                self.on_savers(self._check_holder)
-                if self._saves is False:
-                    self._saves = True
-                    self.move_aside()
+            if saves and self._saves is False:
+                self._saves = True
+                self.move_aside()
             yield
 
     def on_savers(self, function: Callable[[], T]) -> T:
@@ -152,17 +148,17 @@ class RunDirectory:
         is_outermost = not self._is_locked
         try:
             if is_outermost:
-                name = self.on_savers(partial(token_hex, 6))
-                self.on_savers(lambda: self._acquire(name))
-                self.staging, self._is_locked = self.path / f"{_STAGING}{name}", True
+                self._process = os.getpid()
+                self.on_savers(self._acquire)
+                self._is_locked = True
             yield
         finally:
-            if is_outermost and self._holder.get("process", os.getpid()) == os.getpid():  # else a fork of it
+            if is_outermost and self._process == os.getpid():
                 if self._lock is not None:
                     self._lock.release()
-                self._lock, self._holder, self._is_locked = None, {}, False
+                self._lock, self._is_locked = None, False
 
-    def _acquire(self, name: str) -> None:
+    def _acquire(self) -> None:
         """Lock the directory, and delete what a killed run staged."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / _LOCK)
@@ -171,32 +167,12 @@ class RunDirectory:
             self._lock = lock
         except Timeout:
             raise ConfigError(
-                f"output_dir={str(self.path)!r} is used by another run ({_described(self._read_holder())}), "
-                "and two would mix their metrics and replace each other's checkpoints; wait for its end, or "
-                f"choose another one. If that process has ended, delete {str(self.path / _LOCK)!r}"
+                f"output_dir={str(self.path)!r} is used by another run, and two would mix their metrics and "
+                "replace each other's checkpoints; wait for its end, or choose another one"
             ) from None
         except (OSError, NotImplementedError) as cause:
             logger.warning("output_dir=%r cannot be locked (%s): start no other run there", self.path, cause)
-        if re.fullmatch("[0-9a-f]{12}", left := str(self._read_holder().get("id"))):
-            self.staging = self.path / f"{_STAGING}{left}"
-            self.clear_staging()
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        self._holder = {"host": socket.gethostname(), "process": os.getpid(), "since": since, "id": name}
-        (self.path / _HOLDER).write_text(json.dumps(self._holder), encoding="utf-8")
-
-    def _read_holder(self) -> dict[str, Any]:
-        try:
-            return read_json(self.path / _HOLDER, {"host": str, "process": int})
-        except (OSError, ConfigError):
-            return {}
-
-    def _check_holder(self) -> None:
-        if (found := self._read_holder()) not in ({}, self._holder):
-            raise TrainingError(
-                f"another run ({_described(found)}) took output_dir={str(self.path)!r}, whose file system "
-                "has no locks between hosts; this run ends before it replaces a checkpoint of that one. "
-                "Choose another output_dir for one of them, and resume from its last checkpoint"
-            )
+        self.clear_staging()
 
     def move_aside(self, others: Sequence[Path] = ()) -> None:
         """Move checkpoints that this run does not continue, and ``others``, to ``_earlier_runs``.
@@ -243,7 +219,7 @@ class RunDirectory:
         Raises:
             OSError: a file could not be written, for example because the disk is full. The files that were
                 written are removed.
-            ConfigError, TrainingError: see :meth:`claimed`.
+            ConfigError: see :meth:`claimed`.
         """
         with self.claimed():
             staged, self.is_staging = self.staging / final.name, True
@@ -275,7 +251,6 @@ class RunDirectory:
         A run that is killed between the two renames leaves both in :attr:`staging`, from which the next run
         takes the new one.
         """
-        self._check_holder()  # a run that took the directory has deleted staged files
         checkpointing.write_manifest(staged, self.run_id)
         for path in [*staged.rglob("*"), staged]:
             flush(path)
@@ -318,12 +293,6 @@ class RunDirectory:
             self.staging.mkdir(exist_ok=True)
             os.replace(path, self.staging / path.name)
             self.clear_staging()
-
-
-def _described(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "which has just started"
-    return f"process {holder['process']} on host {holder['host']}, since {holder.get('since')}"
 
 
 def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:

@@ -434,11 +434,10 @@ def _iterate(output_dir: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, rank: int) -> Iterator[None]:
-    """The directory as another run holds it: its lock, and the file that names the process."""
+    """The directory as another run holds it."""
     with open(directory / "_run.lock" if rank == 0 else os.devnull, "w") as file:
         if rank == 0:
             fcntl.flock(file, fcntl.LOCK_EX)
-            (directory / "_run.json").write_text('{"host": "elsewhere", "process": 7, "since": "2026-02-03"}')
         torch.distributed.barrier()
         yield
         torch.distributed.barrier()
