@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
         return _launch(given, arguments)
     from groupwise.commands.cli import train
 
-    return train.run(rest, _flags(given))
+    return train.run(rest)
 
 
 def _flags(options: dict[str, object]) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
@@ -17,14 +16,12 @@ from groupwise.commands.cli.sources import (
 )
 from groupwise.commands.iterative.iterative import IterativeGRPO
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.redact import redact, redacted_command
-from groupwise.hf.run_directory import checkpoints
-from groupwise.policy.introspection import has_adapter, load_config
+from groupwise.policy.introspection import load_config
 from groupwise.trainer import GRPOTrainer
 
 
-def run(arguments: Sequence[str], launch: Sequence[str] = ()) -> int:
-    """Train, save the model and its card; the printed next command repeats the options `launch`."""
+def run(arguments: Sequence[str]) -> int:
+    """Train, save the model and its card; print where the model is, and the command of its report."""
     settings, config = read_run(arguments, "train")
     given = config.resume_from_checkpoint
     resume = True if str(given).lower() == "true" else given
@@ -41,31 +38,9 @@ def run(arguments: Sequence[str], launch: Sequence[str] = ()) -> int:
         trainer.save_model()
         trainer.create_model_card(dataset_name=settings.dataset)
     if trainer.is_world_process_zero():
-        print(redact("\n".join(_closing_lines(trainer, [*launch, *arguments]))))
+        directory = os.path.relpath(str(config.output_dir))
+        print(f"model:  {directory}\nreport: {shlex.join(['groupwise', 'report', directory])}")
     return 0
-
-
-def _closing_lines(trainer: GRPOTrainer, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield where the model is, the command of its report, and one that continues the training."""
-    directory, steps = os.path.relpath(str(trainer.args.output_dir)), trainer.state.global_step
-    yield f"model:  {directory}"
-    yield f"report: {shlex.join(['groupwise', 'report', directory])}"
-    more = ["--model", directory]
-    if checkpoints(Path(directory)):
-        more = ["--resume_from_checkpoint", "true", "--max_steps", str(2 * steps)]
-    elif has_adapter(trainer.model):
-        more = ["--save_strategy", "steps", "--save_steps", str(steps)]  # an adapter alone is no model
-    kept = redacted_command([*_without(arguments, more[::2])])
-    yield f"next:   {shlex.join(['groupwise', 'train', *kept, *more])}"
-
-
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments without ``flags`` and their values: ``--flag value`` or ``--flag=value``."""
-    is_value = False
-    for argument in arguments:
-        if not is_value and argument.partition("=")[0] not in flags:
-            yield argument
-        is_value = argument in flags
 
 
 def make_trainer(settings: RunArguments, config: GRPOConfig, first: Sequence[int] = ()) -> GRPOTrainer:
