@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict
 
 import torch
 
 from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.tokenization.images import prompt_images, row_images, thumbnail
-from groupwise.tokenization.text import replace_surrogates
+from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 
 #: Value of a cell; None is an empty cell.
 Cell = str | int | float | bool | None
@@ -94,10 +94,9 @@ def plain_text(
 
 
 def _plain_message(message: Mapping[str, Any], keep_blocks: bool) -> PlainMessage:
-    content = message.get("content")
     plain: PlainMessage = {
         "role": str(message["role"]),
-        "content": _plain_blocks(content) if keep_blocks and _has_blocks(content) else _content(content),
+        "content": _content(message.get("content"), keep_blocks=keep_blocks),
     }
     plain.update({key: str(message[key]) for key in (*_THOUGHTS, "name") if message.get(key)})
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
@@ -131,31 +130,13 @@ def _message_text(message: PlainMessage) -> str:
     return " ".join(part for part in (*thoughts, _content(message["content"]), *calls) if part)
 
 
-def _content(content: object) -> str:
-    if not _has_blocks(content):
+def _content(content: object, *, keep_blocks: bool = False) -> Any:
+    """Return a content as text, or its blocks without images: an image has no text, as in TRL's files."""
+    if not is_content_blocks(content):
         return str(content or "")  # also of a list that a tool returned
-    blocks = [block.get("text") if block["type"] == "text" else f"<{block['type']}>" for block in content]
-    return "".join(block or "" for block in blocks)
-
-
-def _has_blocks(content: object) -> TypeGuard[list[Mapping[str, Any]]]:
-    """Return True for a non-empty list of content blocks."""
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(block, Mapping) and "type" in block for block in content)
-    )
-
-
-def _plain_blocks(content: list[Mapping[str, Any]]) -> list[dict[str, str | None]]:
-    """Return the blocks without images: an image has no text, as in TRL's files."""
-    return [
-        {
-            "type": str(block["type"]),
-            "text": str(block.get("text") or "") if block["type"] == "text" else None,
-        }
-        for block in content
-    ]
+    if keep_blocks:
+        return [{"type": b["type"], "text": None if b["type"] == "image" else b["text"]} for b in content]
+    return "".join(block["text"] if block["type"] == "text" else "<image>" for block in content)
 
 
 def _cell(value: object) -> Cell:

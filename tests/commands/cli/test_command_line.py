@@ -121,7 +121,7 @@ def test_a_run_trains_an_adapter(run_file):
         ({"eval_strategy": "steps"}, [], "needs an eval_dataset"),
         ({"eval_strategy": "sometimes"}, [], "sometimes is not a valid IntervalStrategy"),
         ({"lora": "r=4"}, [], "lora='r=4' is not a mapping"),
-        ({"lora": {"rank": 4}}, [], "lora has the unknown key 'rank'; nearest: "),
+        ({"lora": {"rank": 4}}, [], "lora['rank'] is unknown to PEFT; nearest valid: "),
     ],
 )
 def test_invalid_input_is_reported_without_a_traceback(run_file, capfd, changes, flags, message):

@@ -167,7 +167,7 @@ def test_a_check_that_was_skipped_is_nothing_to_change(run_file, capsys):
     assert main(["doctor", "--config", run_file(lora={"use_dorra": True}), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["text"] for one in found["first"]] == [
-        "lora has the unknown key 'use_dorra'; nearest: 'use_dora'"
+        "lora['use_dorra'] is unknown to PEFT; nearest valid: 'use_dora'"
     ]
     assert "skipped" in found["findings"][-1]["text"]
 

@@ -122,7 +122,7 @@ def test_a_command_reaches_a_running_sweep(run_file, capsys, monkeypatch):
     for message in (
         "a run takes resume while stopping, stopped",
         *("learning_rate=-1", "constnt is not a valid SchedulerType"),
-        *("'name' is no setting", "'weight_decay' cannot be changed", "nearest valid:"),
+        *("'name' cannot be changed", "'weight_decay' cannot be changed", "nearest valid:"),
     ):
         assert message in captured.err
     assert {name: run.status for name, run in sweep.runs.items()} == dict.fromkeys(

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,7 @@ from groupwise import rewards
 from groupwise.commands.cli.run_file import RunArguments
 from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.sampling import check_names
 from groupwise.errors import ConfigError, boundary, nearest_name
 from groupwise.policy.loading import load_processing_class
 from groupwise.records import RewardFunction
@@ -69,9 +70,7 @@ def _concatenated(entries: list[Any]) -> Dataset | dict[str, Dataset]:
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
             raise ConfigError(f"datasets[{index}] is {entry!r}; write a mapping with a path")
-        for name in entry.keys() - {*_ENTRY}:
-            nearest = nearest_name(str(name), _ENTRY)
-            raise ConfigError(f"datasets[{index}] has {name!r}; nearest key: {nearest!r}")
+        check_names(f"datasets[{index}]", map(str, entry), _ENTRY, "groupwise")
     fractions = [entry.get("fraction") for entry in entries]
     if set(fractions) != {None}:
         for index, fraction in enumerate(fractions):
@@ -232,13 +231,6 @@ def trainer_arguments(run: RunArguments, config: GRPOConfig) -> dict[str, Callab
     }
 
 
-def _check_keys(setting: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            nearest = nearest_name(name, known)
-            raise ConfigError(f"{setting} has the unknown key {name!r}; nearest: {nearest!r}")
-
-
 def _with_chat_template(run: RunArguments, config: GRPOConfig) -> ProcessingClass:
     """Return the model's tokenizer or processor with the run's chat template; it is saved with both."""
     processor, name = load_processing_class(None, run.model, config), str(run.chat_template)
@@ -260,7 +252,7 @@ def lora_config(run: RunArguments) -> LoraConfig | None:
         from peft import LoraConfig
     except ImportError as missing:
         raise ConfigError("lora needs PEFT: pip install 'groupwise[peft]'") from missing
-    _check_keys("lora", run.lora, [field.name for field in fields(LoraConfig)])
+    check_names("lora", run.lora, [field.name for field in fields(LoraConfig)], "PEFT")
     with boundary(ConfigError, "lora", arguments=run.lora):
         return LoraConfig(**{"task_type": "CAUSAL_LM", **run.lora})
 
@@ -272,7 +264,8 @@ def iterative_arguments(run: RunArguments) -> dict[str, Any]:
         ConfigError: unknown keys, invalid values, or a label function that cannot be imported.
     """
     given = dict(cast("dict[str, Any]", run.iterative))
-    _check_keys("iterative", given, [*(field.name for field in fields(IterativeConfig)), "label_func"])
+    known = [*(field.name for field in fields(IterativeConfig)), "label_func"]
+    check_names("iterative", given, known, "groupwise")
     label_func = given.pop("label_func", None)
     with boundary(ConfigError, "iterative", arguments=given):
         iterative = IterativeConfig(**given)

@@ -446,20 +446,14 @@ class Sweep:
         if new_name in taken or not _is_name(new_name):
             raise ConfigError(f"{new_name!r} is not a new name of a directory; taken: {', '.join(taken)}")
         allowed = {item.name for item in fields(GRPOConfig) if item.init} - {*COMMON, "output_dir"}
-        for key in changes:
-            if key == "learning_rate":  # scaled in the restored optimizer
-                continue
-            if key == "output_dir":
-                raise ConfigError(f"'output_dir' cannot be changed: it is {str(self.directory / new_name)!r}")
-            if key in (*COMMON, "rewards", "lora", "model", "dataset"):
-                raise ConfigError(f"{key!r} cannot be changed: the clone has that of {name!r}")
-            if key in GRPOConfig.SETTINGS and GRPOConfig.SETTINGS[key].on_resume in _OF_CHECKPOINT:
-                raise ConfigError(
-                    f"{key!r} cannot be changed: the clone continues with the state in the checkpoint of "
-                    f"{name!r}; of the optimizer, learning_rate alone can change"
-                )
-            if key not in allowed:
-                raise ConfigError(f"{key!r} is no setting; nearest: {nearest_name(key, allowed)!r}")
+        allowed -= {name for name, one in GRPOConfig.SETTINGS.items() if one.on_resume in _OF_CHECKPOINT}
+        allowed.add("learning_rate")  # scaled in the restored optimizer
+        for key in changes.keys() - allowed:
+            raise ConfigError(
+                f"{key!r} cannot be changed: a clone has model, data, rewards and adapter of {name!r}, and "
+                "continues with the state in its checkpoint, of which learning_rate alone can change; "
+                f"nearest of the settings that can: {nearest_name(key, allowed)!r}"
+            )
         run.clones.append((new_name, changes))
         return f"{new_name} starts from the state of {name} at its next optimizer step"
 
