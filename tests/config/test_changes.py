@@ -210,10 +210,3 @@ def test_a_batch_that_the_processes_cannot_form_is_refused(monkeypatch, now, eac
     ) as error:
         _fit(monkeypatch, now, each=each)
     assert str(error.value).endswith(f"generated 24 at a time; {ways}")
-
-
-def test_a_checkpoint_that_does_not_say_its_accumulation_needs_its_own_number_of_processes(build):
-    config = build()
-    state = {"settings": {"generation_batch_size": 8, "steps_per_generation": 1}, "world_size": 4}
-    with pytest.raises(ConfigError, match=r"of an earlier version .* start 4 processes"):
-        fit_processes(config, take_snapshot(config), state, "checkpoint-3")

@@ -136,11 +136,6 @@ def fit_processes(config: GRPOConfig, before: Snapshot, state: dict[str, Any], d
         ConfigError: these processes cannot form the batch; the message names the numbers that can.
     """
     saved, written_by, now = state["settings"], state["world_size"], config.world_size
-    if "gradient_accumulation_steps" not in saved:
-        raise ConfigError(
-            f"checkpoint {directory!r} of an earlier version of groupwise does not say how many completions "
-            f"an optimizer step has; start {written_by} processes, as when it was written"
-        )
     size, each = saved["generation_batch_size"], config.per_device_train_batch_size
     of_step = size // saved["steps_per_generation"] * saved["gradient_accumulation_steps"]
     unit = math.gcd(size, of_step)

@@ -242,15 +242,12 @@ def _load_state(directory: str, rank: int, *records: type) -> dict[str, Any]:
             "True or by another trainer; load the model from it and train without resume_from_checkpoint"
         )
     try:
-        state = load(path, *records)
-        if "samples" not in state.get("rng", {"samples": None}):
-            raise UnpicklingError("without the state of the samples")
+        return load(path, *records)
     except UnpicklingError as error:
         raise ConfigError(
             f"checkpoint {directory!r} holds records that this version of groupwise does not have; resume "
             "with the version that wrote it, or start a new run with the checkpoint as its model"
         ) from error
-    return state
 
 
 def save_reference(directory: str, model: nn.Module) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import shutil
-import socket
 import tempfile
 import uuid
 import weakref
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 WITH_METADATA = ("nccl", "ipc")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LOCK = b"lock of groupwise"  # content of the file
 
 
 class WeightTransfer:
@@ -313,8 +313,7 @@ class AdapterTransfer:
 def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
     """Make a directory in memory that processes of a machine share, else among temporary files.
 
-    Its lock ends with the process; the file of the lock names process and boot of the machine. Directories
-    without a lock, whose process has ended, are removed if they are of this user and boot.
+    Its lock ends with the process. Such directories of this user that no process has locked are removed.
 
     Returns:
         the directory, and a function that removes it. That is called at the latest when ``owner`` or the
@@ -323,21 +322,19 @@ def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
     import fcntl
 
     parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    boot_id = Path("/proc/sys/kernel/random/boot_id")  # of Linux
-    boot = f"groupwise, boot {boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()}, "
     process = os.getpid()
     for directory in parent.glob("groupwise-*"):
-        with suppress(OSError, ValueError), open(directory / "lock", encoding="ascii") as lock:
+        with suppress(OSError), open(directory / "lock", "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process runs
             is_own = os.fstat(lock.fileno()).st_uid == os.geteuid()
-            if is_own and lock.read(200).startswith(boot):
+            if is_own and lock.read(200) == _LOCK:
                 shutil.rmtree(directory, ignore_errors=True)
     hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
     stack = ExitStack()
-    lock = stack.enter_context(open(hidden / "lock", "w"))  # noqa: SIM115  open as long as the directory
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    lock.write(f"{boot}process {process}")
-    lock.flush()
+    own = stack.enter_context(open(hidden / "lock", "wb"))  # noqa: SIM115  open as long as the directory
+    fcntl.flock(own, fcntl.LOCK_EX)
+    own.write(_LOCK)
+    own.flush()
     directory = hidden.rename(parent / hidden.name.removeprefix("."))
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
 
