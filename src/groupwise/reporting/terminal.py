@@ -83,7 +83,7 @@ class LogTable:
     ::
 
          step  reward       last 20 logs          length zero std  entropy    grad  step s     ETA
-           12   0.531 ±0.21 ▁▂▃▅▆█                  43.2      25%     1.23    0.84    12.3    3:10
+           12   0.531 ±0.21 ▁▂▃▅▆█                  43.2      25%     1.23    0.84    12.3   03:10
 
     "zero std" is the share of groups whose rewards are equal, which have no gradient.
 
@@ -112,7 +112,7 @@ class LogTable:
         trend = sparkline(self.rewards)
         extra = [Column(name, max(len(name), 7), _number(name), "magenta") for name in self.extra]
         curve = Column(f"last {TREND} logs", -TREND, lambda _: trend, "cyan")
-        end = Column("ETA", 8, lambda _: "-" if eta is None else clock(eta), "dim")
+        end = Column("ETA", 8, lambda _: "-" if eta is None else tqdm.format_interval(eta), "dim")
         columns = [
             Column("step", 6, lambda _: str(step), "dim"),
             Column("reward", 13, _reward, "bold"),
@@ -148,13 +148,6 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(marks[min(int(part * len(marks)), len(marks) - 1)] for part in share)
 
 
-def clock(seconds: float) -> str:
-    """Return ``m:ss``, or ``h:mm:ss`` from an hour on."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 #: Metrics of an evaluation that its line shows, in this order; any number may follow an "@".
 _EVALUATED = ("reward", "reward_std", "completions/mean_length", "pass@", "maj@", "avg@", "loss", "runtime")
 
@@ -163,7 +156,7 @@ def summary_line(logs: Logs, step: int, extra: Sequence[str] = ()) -> str:
     """Return the line of another log: of an evaluation, of the end of training, of ``trainer.log``."""
     prefix = next((name.removesuffix("_runtime") for name in logs if name.endswith("_runtime")), None)
     if prefix == "train":
-        return f"{step} steps in {clock(logs['train_runtime'])}"
+        return f"{step} steps in {tqdm.format_interval(logs['train_runtime'])}"
     if prefix is None:
         return f"step {step}: " + ", ".join(
             f"{name} {value:.4g}" for name, value in logs.items() if _is_number(value)
