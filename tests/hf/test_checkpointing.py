@@ -405,7 +405,7 @@ def test_an_interrupted_write_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
-def test_a_disk_without_space_is_named_with_the_space_needed(tmp_path: Path, file: str) -> None:
+def test_a_disk_without_space_is_named(tmp_path: Path, file: str) -> None:
     """No file of this process can become as large as ``file``, the first of its size to be written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -417,16 +417,13 @@ def test_a_disk_without_space_is_named_with_the_space_needed(tmp_path: Path, fil
 
     trainer = make_trainer(tmp_path, max_steps=3)
     trainer.add_callback(LimitFiles())
-    message = rf"{tmp_path}/checkpoint-2 could not be written .*about [0-9.]+ MB, and [0-9.,]+ MB are free"
+    message = rf"{tmp_path}/checkpoint-2 could not be written .*; [0-9.,]+ MB are free"
     try:
         with pytest.raises(OSError, match=message):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert _names(tmp_path) == ["checkpoint-1"]
-    # Weights, and as much again for each of the two moments of Adam.
-    size = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    assert 3 * size <= trainer._estimate_checkpoint_bytes() < 3.1 * size
 
 
 @pytest.mark.parametrize("policy", [True, False])
@@ -446,7 +443,7 @@ def test_a_full_disk_while_the_tokenizer_is_written_is_named(tmp_path: Path, pol
 
     owner.save_pretrained = save_to_a_full_disk
     name = "checkpoint-1" if policy else "reward-model-0"
-    with pytest.raises(OSError, match=rf"{name} could not be written \(.*File too large.*[0-9.] MB, and"):
+    with pytest.raises(OSError, match=rf"{name} could not be written \(.*File too large.*[0-9.] MB are free"):
         run.train()
     assert _names(tmp_path) == (["reward-model-0"] if policy else [])
 

@@ -483,7 +483,7 @@ class BaseTrainer(Trainer):
         args, state, run = self.args, self.state, self.run_directory
         final = Path(self._get_output_dir(trial), f"{compat_transformers.CHECKPOINT}-{state.global_step}")
         self.stages.enter(f"save of step {state.global_step}")
-        with run.staged(final, self._estimate_checkpoint_bytes) as staged:
+        with run.staged(final) as staged:
             super()._save_checkpoint(model, trial)
             if not args.save_only_model:
                 self.save_rollout_state(str(staged))
@@ -506,16 +506,6 @@ class BaseTrainer(Trainer):
             checkpointing.save_policy(directory, cast(nn.Module, self.model), digests)
         if args.sync_ref_model and args.should_save:
             checkpointing.save_reference(directory, self.accelerator.unwrap_model(self.reference.model))
-
-    def _estimate_checkpoint_bytes(self) -> int:
-        """Return the size of the weights (with adapters, of these alone) and of the optimizer state."""
-        model = cast(nn.Module, self.model)
-        only_adapters = has_adapter(model)
-        tensors: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad or not only_adapters]
-        if not self.args.save_only_model:
-            states = getattr(self.optimizer, "state", {}).values()
-            tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
-        return sum(tensor.nbytes for tensor in tensors)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         tokenizer: Any = text_tokenizer(cast(ProcessingClass, self.processing_class))

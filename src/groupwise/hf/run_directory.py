@@ -208,13 +208,10 @@ class RunDirectory:
     # Files of a checkpoint.
 
     @contextmanager
-    def staged(self, final: Path, estimate_bytes: Callable[[], int]) -> Iterator[Path]:
+    def staged(self, final: Path) -> Iterator[Path]:
         """Yield the directory in which all ranks write the files of ``final``, and rename it at the end.
 
         A directory ``final`` is therefore complete, also after a crash or a power failure.
-
-        Args:
-            estimate_bytes: returns about the size of the files, for the message of a failure.
 
         Raises:
             OSError: a file could not be written, for example because the disk is full. The files that were
@@ -240,7 +237,7 @@ class RunDirectory:
                 # Exception in tokenizers.
                 known = isinstance(cause, (OSError, RuntimeError, SafetensorError))
                 if (known or type(cause) is Exception) and not isinstance(cause, GroupwiseError):
-                    raise _write_error(final, estimate_bytes(), cause) from cause
+                    raise _write_error(final, cause) from cause
                 raise
             finally:
                 self.is_staging = False
@@ -295,14 +292,13 @@ class RunDirectory:
             self.clear_staging()
 
 
-def _write_error(final: Path, needed: int, cause: BaseException) -> OSError:
+def _write_error(final: Path, cause: BaseException) -> OSError:
     free = shutil.disk_usage(final.parent).free
     reason = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
     return OSError(
         getattr(cause, "errno", None) or errno.EIO,
-        f"checkpoint {final} could not be written ({reason:.300}). It needs about {needed / 2**20:,.1f} MB, "
-        f"and {free / 2**20:,.1f} MB are free there; make space, or choose another output_dir. The files "
-        "that were written are removed",
+        f"checkpoint {final} could not be written ({reason:.300}); {free / 2**20:,.1f} MB are free there. "
+        "Make space, or choose another output_dir. The files that were written are removed",
     )
 
 

@@ -173,8 +173,7 @@ class IterativeGRPO:
     def _save_reward_model(self, iteration: int) -> None:
         """Write model, tokenizer and history, and rename the directory when it is complete."""
         model = self.scorer.model
-        size = sum(tensor.nbytes for tensor in model.state_dict().values())
-        with self.trainer.run_directory.staged(self._directory(iteration), lambda: size) as staged:
+        with self.trainer.run_directory.staged(self._directory(iteration)) as staged:
             if self.trainer.args.should_save:
                 model.save_pretrained(staged)
                 self.scorer.tokenizer.save_pretrained(staged)
