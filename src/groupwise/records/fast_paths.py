@@ -19,5 +19,9 @@ class FastPath(NamedTuple):
     reason: str = ""
     warns: bool = False
 
+    @property
+    def state(self) -> str:
+        return f"{self.choice} ({self.reason})" if self.reason else self.choice
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.choice}" + (f" ({self.reason})" if self.reason else "")
+        return f"{self.name}: {self.state}"

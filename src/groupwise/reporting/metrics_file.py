@@ -70,7 +70,7 @@ class MetricsFileCallback(TrainerCallback):
 
     def _write_settings(self, path: Path, paths: Sequence[FastPath]) -> None:
         """Write the settings at the beginning of training with these fast paths, unless the file has them."""
-        by_name = {one.name: one._asdict() for one in paths}
+        by_name = {one.name: one.state for one in paths}
         if self._settings.get("fast_paths") == by_name:
             return
         self._settings["fast_paths"] = by_name

@@ -94,23 +94,11 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     saved = _read_json(path)
-    settings = saved.get("settings")
+    settings, paths = saved.get("settings"), saved.get("fast_paths")
     return {
         **{name: saved[name] for name in ("model", "world_size") if name in saved},
-        **{f"fast path, {name}": text for name, text in _fast_paths(saved.get("fast_paths")).items()},
+        **{f"fast path, {name}": text for name, text in (paths if isinstance(paths, dict) else {}).items()},
         **masked(settings if isinstance(settings, dict) else {}, clean=redact),
-    }
-
-
-def _fast_paths(saved: Any) -> dict[str, str]:
-    """Return the choice and the reason of each fast path as text."""
-    paths = saved if isinstance(saved, dict) else {}
-    return {
-        str(name): " ".join(
-            filter(None, (str(path.get("choice")), path.get("reason") and f"({path['reason']})"))
-        )
-        for name, path in paths.items()
-        if isinstance(path, dict)
     }
 
 
