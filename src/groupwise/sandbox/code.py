@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
@@ -16,8 +15,6 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards.texts import Text, answer_text
 from groupwise.sandbox.linux import LinuxSandbox, Sandbox, SandboxLimits, SandboxResult
 
-logger = logging.getLogger(__name__)
-
 #: A statement that must not raise, or ``{"input": ..., "output": ...}`` for stdin and stdout.
 Test = str | dict[str, str]
 
@@ -29,7 +26,6 @@ def get_code_execution_reward(
     max_processes: int = 8,
     max_output_kb: int = 1024,
     max_workers: int | None = None,
-    require_isolation: bool = True,
     sandbox: Sandbox | None = None,
 ) -> Callable[..., list[float | None]]:
     """Create a reward that is the fraction of tests passed by the Python program in a completion.
@@ -50,12 +46,9 @@ def get_code_execution_reward(
         max_processes: concurrent processes and threads of one program.
         max_output_kb: size of stdout, and of each file.
         max_workers: concurrent programs; None: number of CPUs.
-        require_isolation: raise if namespaces are not permitted, as in most containers. False: run such
-            programs with time, memory, process and output limits only. **They can then use the network and
-            read and write all files of the user**, and read the environment of the training process (programs
-            of root run as an unprivileged user).
         sandbox: runs the programs in another way, for example on another machine; see
-            :class:`groupwise.rewards.Sandbox`. None: on this machine, as described above.
+            :class:`groupwise.sandbox.Sandbox`. None: on this machine, as described above, which needs
+            namespaces: most containers do not permit them.
 
     Returns:
         a reward function: one float in [0, 1] per completion, None for rows without tests. It raises
@@ -72,37 +65,17 @@ def get_code_execution_reward(
     if max_workers is not None:
         check_value("max_workers", max_workers, int, ge=1)
     limits = SandboxLimits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
-    if sandbox is None:
-        sandbox = _linux_sandbox(limits, require_isolation)
-    elif require_isolation:
-        _check_sandbox(sandbox, limits)
-    else:
-        raise ConfigError("require_isolation=False has no effect on the given sandbox; leave it out")
-    return _CodeExecution(column, limits, sandbox, max_workers or os.cpu_count() or 1)
-
-
-def _linux_sandbox(limits: SandboxLimits, require_isolation: bool) -> Sandbox:
-    """Return the most isolated sandbox that runs a test program here.
-
-    Raises:
-        ConfigError: isolation is required but not permitted, or the limits are too low for any program.
-    """
-    sandbox = LinuxSandbox(isolated=True)
+    runner = LinuxSandbox() if sandbox is None else sandbox
     try:
-        _check_sandbox(sandbox, limits)
+        _check_sandbox(runner, limits)
     except RewardError as error:
-        if require_isolation:
-            raise ConfigError(
-                f"programs cannot be isolated here ({error}); allow user namespaces, or pass "
-                "require_isolation=False, which lets programs use the network and the user's files"
-            ) from error
-        try:
-            sandbox = LinuxSandbox(isolated=False)
-            _check_sandbox(sandbox, limits)
-        except RewardError as second:
-            raise ConfigError(f"programs cannot be run here, isolated or not ({second})") from second
-        logger.warning("programs run without isolation, with the network and the user's files (%s)", error)
-    return sandbox
+        if sandbox is not None:
+            raise
+        raise ConfigError(
+            f"programs cannot be isolated here ({error}); allow user namespaces, or pass a sandbox that runs "
+            "them elsewhere"
+        ) from error
+    return _CodeExecution(column, limits, runner, max_workers or os.cpu_count() or 1)
 
 
 def _check_sandbox(sandbox: Sandbox, limits: SandboxLimits) -> None:

@@ -26,7 +26,7 @@ UNPRIVILEGED_ID = 65534
 _NEW_NS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
+_SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 _SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _SYS_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # the same number on every architecture
 _READ_ONLY = 1
@@ -144,8 +144,8 @@ def _placeholder(path: str) -> None:
         pass
 
 
-def become_program(job: dict, work: str) -> None:
-    """Drop all privileges, set the limits and exec the program; does not return.
+def become_program(job: dict) -> None:
+    """Drop all privileges, set the limits and exec the program in ``/tmp``; does not return.
 
     Raises:
         OSError: a step failed.
@@ -156,16 +156,12 @@ def become_program(job: dict, work: str) -> None:
         os.setgroups([])
         os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
         os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
-        if job["isolated"]:
-            # A new user namespace counts processes from zero and permits chroot until exec.
-            _checked("user namespace", _libc.unshare(_NEW_USER))
+        # A new user namespace counts processes from zero and permits chroot until exec.
+        _checked("user namespace", _libc.unshare(_NEW_USER))
     _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-    if not job["isolated"]:
-        others = _tasks_of(os.geteuid())
-    else:
-        # The kernel refuses new user namespaces in a chroot, which would give capabilities back.
-        os.chroot(".")
-    os.chdir(work)
+    # The kernel refuses new user namespaces in a chroot, which would give capabilities back.
+    os.chroot(".")
+    os.chdir("/tmp")
     seconds = math.ceil(job["timeout"])
     processes = job["processes"] + others
     for limit, soft, hard in (
@@ -181,7 +177,7 @@ def become_program(job: dict, work: str) -> None:
         hard = hard if known == resource.RLIM_INFINITY else min(hard, known)
         resource.setrlimit(limit, (min(soft, hard), hard))
     _checked("no new privileges", _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    refuse_calls(required=job["isolated"])
+    refuse_calls()
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     os.closerange(3, 1024)
@@ -191,7 +187,7 @@ def become_program(job: dict, work: str) -> None:
     if not os.access(job["executable"], os.X_OK):
         raise PermissionError(f"the user of the sandbox cannot run {job['executable']}")
     os.dup2(devnull, 2)
-    environment = {"PATH": "/usr/bin:/bin", "HOME": work, "TMPDIR": work, "LANG": "C.UTF-8"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
     # numpy would start one thread per CPU and exceed the process limit.
     environment["OMP_NUM_THREADS"] = "1"
     os.execve(job["executable"], [job["executable"], "-I", "-B", "main.py"], environment)
@@ -203,17 +199,15 @@ class _Filter(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def refuse_calls(*, required: bool) -> None:
+def refuse_calls() -> None:
     """Make ``_REFUSED_CALLS``, and sockets of other families, fail in this process and those that it starts.
 
-    Args:
-        required: raise on machines whose numbers are not known.
+    Raises:
+        OSError: the numbers of the system calls of this machine are not known.
     """
     machine = os.uname().machine
     if machine not in _REFUSED_CALLS:
-        if required:
-            raise OSError(f"the system calls of {machine} are not known")
-        return
+        raise OSError(f"the system calls of {machine} are not known")
     number, calls, new_socket = _REFUSED_CALLS[machine]
     load, equal, greater, answer = 0x20, 0x15, 0x35, 0x06  # struct sock_filter: code, jt, jf, k
     permit, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
@@ -240,35 +234,6 @@ def refuse_calls(*, required: bool) -> None:
     _checked("system call filter", done)
 
 
-def _tasks_of(user: int) -> int:
-    """Count the processes and threads of a user, as RLIMIT_NPROC does."""
-    count = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{name}").st_uid == user:
-                count += len(os.listdir(f"/proc/{name}/task"))
-    return count
-
-
-def _kill_descendants() -> None:
-    """Kill the processes that a program without PID namespace left: children of this subreaper."""
-    while True:
-        try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                children = [int(pid) for pid in file.read().split()]
-        except OSError:
-            return
-        if not children:
-            return
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
 def main(job: dict) -> int:
     """Run ``program.py`` in the job's directory. Returns the exit status."""
     started: list[int] = []
@@ -286,16 +251,11 @@ def main(job: dict) -> int:
     _checked("parent death signal", _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
     with open(os.path.join(job["directory"], "program.py"), "rb") as file:
         program = file.read()
-    root, work = os.path.join(job["directory"], "root"), "/tmp"
-    if job["isolated"]:
-        enter_namespaces()
-        build_root(root, job)
-        outside = root + "/tmp"
-        os.chdir(root)
-    else:
-        outside = work = os.path.join(job["directory"], "work")
-        _checked("subreaper", _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
-    path = os.path.join(outside, "main.py")
+    root = os.path.join(job["directory"], "root")
+    enter_namespaces()
+    build_root(root, job)
+    os.chdir(root)
+    path = root + "/tmp/main.py"
     with open(path, "wb") as copy:
         copy.write(program)
     os.chmod(path, 0o444)
@@ -303,7 +263,7 @@ def main(job: dict) -> int:
     child = os.fork()
     if child == 0:
         try:
-            become_program(job, work)
+            become_program(job)
         except BaseException as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
@@ -314,8 +274,6 @@ def main(job: dict) -> int:
     result = TIMED_OUT if stopped else 0 if status == 0 else FAILED
     # The pid may be reused from here on.
     started.clear()
-    if not job["isolated"]:
-        _kill_descendants()
     return result
 
 

@@ -51,7 +51,6 @@ class Sandbox(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class LinuxSandbox:
     """Sandbox of Linux namespaces and resource limits.
 
@@ -70,11 +69,7 @@ class LinuxSandbox:
     The sandbox is not a virtual machine. It does not prevent attacks on the kernel (through all other system
     calls) or the CPU; reading the interpreter's packages and ``/usr``; using as many times the memory limit
     as there may be processes, and all CPUs until the timeout.
-
-    isolated: run in new namespaces; False applies the resource limits only.
     """
-
-    isolated: bool = True
 
     def run(self, program: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
         """Run a Python program; see :class:`Sandbox`."""
@@ -87,14 +82,8 @@ class LinuxSandbox:
             directory = Path(name)
             (directory / "program.py").write_text(program, encoding="utf-8", errors="replace")
             (directory / "root").mkdir()
-            (directory / "work").mkdir()
-            if os.geteuid() == 0 and not self.isolated:
-                # The program runs as an unprivileged user, which needs access to its working directory.
-                directory.chmod(0o711)
-                os.chown(directory / "work", launcher.UNPRIVILEGED_ID, launcher.UNPRIVILEGED_ID)
             job = {
                 **vars(limits),
-                "isolated": self.isolated,
                 "directory": str(directory),
                 "executable": sys.executable,
                 # What a program needs of the installation and of its virtual environment: their directories
