@@ -67,7 +67,7 @@ def get_code_execution_reward(
     limits = SandboxLimits(timeout, memory_mb << 20, max_processes, max_output_kb << 10)
     runner = LinuxSandbox() if sandbox is None else sandbox
     try:
-        _check_sandbox(runner, limits)
+        result = runner.run("print(1)", "", limits)
     except RewardError as error:
         if sandbox is not None:
             raise
@@ -75,22 +75,12 @@ def get_code_execution_reward(
             f"programs cannot be isolated here ({error}); allow user namespaces, or pass a sandbox that runs "
             "them elsewhere"
         ) from error
-    return _CodeExecution(column, limits, runner, max_workers or os.cpu_count() or 1)
-
-
-def _check_sandbox(sandbox: Sandbox, limits: SandboxLimits) -> None:
-    """Run a program of one line.
-
-    Raises:
-        ConfigError: the limits are too low for any program.
-        RewardError: the sandbox could not be set up.
-    """
-    result = sandbox.run("print(1)", "", limits)
     if result != SandboxResult("ok", "1\n"):
         raise ConfigError(
-            f"a program of one line fails under {limits} (status {result.status!r}); allow "
-            "more memory, output, processes or time"
+            f"a program of one line fails under {limits} (status {result.status!r}); allow more memory, "
+            "output, processes or time"
         )
+    return _CodeExecution(column, limits, runner, max_workers or os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
