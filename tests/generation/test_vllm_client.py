@@ -69,57 +69,93 @@ def answer(candidates: bool, lengths=(700, 3, 0, 1), **form) -> tuple[dict, byte
                 {**one, "top_logprobs": [one, {**one, "token_id": 9}][: i % 3]}
                 for i, one in enumerate(entries)
             ]
+        mask = (
+            [[one["token_id"] for one in entry["top_logprobs"]] for entry in entries] if candidates else None
+        )
         choices.append({"index": index, "note": '"},{"', "logprobs": {"content": entries}, "token_ids": [1]})
+        choices[-1]["sampling_mask"] = mask
     response = {"request_id": '"content":[{ ]}]} },{', "choices": choices, "prompt_token_ids": None}
     return response, json.dumps(response, **form).encode()
 
 
 @pytest.mark.parametrize("candidates", [False, True])
-@pytest.mark.parametrize("piece", [1, 100, 2**16])
-def test_pieces_of_log_probs_are_those_of_the_response(candidates, piece, monkeypatch):
-    monkeypatch.setattr(client_module, "PIECE", piece)
+@pytest.mark.parametrize("part", [1, 7, 100, 2**16])
+def test_the_numbers_of_a_response_are_those_of_its_parts(candidates, part):
     response, text = answer(candidates, separators=(",", ":"))
-    cut = json.loads(client_module.cut_logprobs(text))
-    pieces = [choice["logprobs"]["content"] for choice in cut["choices"]]
-    for choice, places in zip(cut["choices"], pieces, strict=True):
-        parts = [json.loads(b"[%b]" % text[start:end]) for start, end in places]
-        choice["logprobs"]["content"] = [entry for part in parts for entry in part]
-    assert cut == response
-    assert piece > 1 or [*map(len, pieces)] == [700, 3, 0, 1]
-    assert piece < 2**16 or [*map(len, pieces)] == [1 + candidates, 1, 0, 1]
-    # A piece ends with the entry in which it reaches the limit.
-    assert all(end - start < piece + 220 for places in pieces for start, end in places)
+    flat = lambda lists: [*itertools.chain(*lists)]  # noqa: E731
+    reader, largest = client_module.GenerationReader(candidates), 0
+    for start in range(0, len(text), part):
+        reader.feed(text[start : start + part])
+        largest = max(largest, len(reader.text))
+    for choice, left in zip(response["choices"], json.loads(reader.text)["choices"], strict=True):
+        content = choice["logprobs"].pop("content")
+        found = reader.entries(left["logprobs"].pop("content"))
+        assert found.ids.tolist() == [one["token_id"] for one in content]
+        assert found.logps.tolist() == [one["logprob"] for one in content]
+        tops = [[one["token_id"] for one in entry["top_logprobs"]] for entry in content if candidates]
+        assert found.counts.tolist() == [*map(len, tops)] and found.kept.tolist() == flat(tops)
+        assert found.kept.tolist() == flat(choice["sampling_mask"] or []) or not candidates
+        found = reader.entries(left.pop("sampling_mask") or [], client_module._MASK)
+        assert found.counts.tolist() == [*map(len, choice["sampling_mask"] or [])]
+        assert found.kept.tolist() == flat(choice.pop("sampling_mask") or [])
+        assert left == choice
+    assert len(reader.lists) == 3 * (1 + candidates)  # of lengths 700, 3 and 1: an empty list stays
+    assert largest < 600 + part + 220  # an entry at most stays undecoded
 
 
-def test_another_form_of_json_is_not_cut(servers, monkeypatch):
-    for text in (answer(True)[1], b'{"choices":[{"logprobs":{"content":[{"token_id":1}', b"[]", b""):
-        assert client_module.cut_logprobs(text) == text
+def test_another_form_of_json_is_decoded_whole(servers, monkeypatch):
+    for text in (answer(True)[1], b'{"choices":[{"logprobs":{"content":[{"token_id":1', b"[]", b""):
+        reader = client_module.GenerationReader(True)
+        reader.feed(text)
+        assert reader.text == text
     expected = [ask(servers, top_k=top_k) for top_k in (0, 2)]
-    monkeypatch.setattr(client_module, "cut_logprobs", lambda text: json.dumps(json.loads(text)).encode())
-    assert [one.logps for one in expected[1][0]] == [one.logps for one in ask(servers, top_k=2)[0]]
-    assert ask(servers) == expected[0]
+    read = client_module.GenerationReader.feed
+    monkeypatch.setattr(
+        client_module.GenerationReader,
+        "feed",
+        lambda reader, part: read(reader, json.dumps(json.loads(part)).encode()),
+    )
+    again = [ask(servers, top_k=top_k) for top_k in (0, 2)]
+    assert [one.logps for one in expected[1][0]] == [one.logps for one in again[1][0]]
+    masks = [[one.sampling_mask.ids.tolist() for one in given[1][0]] for given in (expected, again)]
+    assert masks[0] == masks[1] and again[0] == expected[0]
 
 
-def test_a_response_is_held_once(servers):
+def test_a_piece_is_decoded_at_a_time(monkeypatch):
+    """Each in the time of a piece, in which no other thread runs."""
+    text, sizes = answer(False, (20_000,), separators=(",", ":"))[1], []
+    add = client_module._Entries.add
+    monkeypatch.setattr(
+        client_module._Entries, "add", lambda *given: sizes.append(len(given[1])) or add(*given)
+    )
+    client_module.GenerationReader(False).feed(text)
+    assert sum(sizes) > 0.9 * len(text) and max(sizes) < client_module.PIECE + 220
+
+
+def test_a_response_is_not_held(servers):
+    text = answer(False, (40_000,), separators=(",", ":"))[1]
+
     class Parts(httpx.AsyncByteStream):
         async def __aiter__(self):
-            for _ in range(64):
-                yield bytes(2**16)
+            for start in range(0, len(text), 2**16):
+                yield text[start : start + 2**16]
 
     (server,) = servers.servers
     transport = httpx.MockTransport(lambda request: httpx.Response(200, stream=Parts()))
     server.http = httpx.AsyncClient(base_url=server.url, transport=transport)
 
     async def peak():
-        await server._send("POST", GENERATE, {})  # its imports
+        await server._send("POST", GENERATE, {}, client_module.GenerationReader(False))  # its imports
         tracemalloc.start()
         try:
-            assert len(await server._send("POST", GENERATE, {})) == 2**22
+            reader = client_module.GenerationReader(False)
+            await server._send("POST", GENERATE, {}, reader)
+            assert len(reader.lists[0].ids) == 40_000
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
-    assert asyncio.run(peak()) < 1.5 * 2**22  # parts and their join would be twice
+    assert asyncio.run(peak()) < len(text) / 2  # two numbers of 8 bytes per entry, and one part
 
 
 def test_equal_token_ids_of_samples_are_one_object():
@@ -266,8 +302,8 @@ BAD_ANSWERS = {
     "a choice that is none": (lambda answer: {"choices": [None, None]}, "TypeError"),
     "no log-probs": (in_choice("logprobs", lambda old: None), "TypeError"),
     "no entries": (in_choice("logprobs", lambda old: {"content": None}), "ValidationError.*got `null`"),
-    "an entry that is none": (in_choice("logprobs", lambda old: {"content": [3]}), "ValidationError"),
-    "places of pieces": (in_choice("logprobs", lambda old: {"content": [[0, 9]]}), "DecodeError"),
+    "an entry that is none": (in_choice("logprobs", lambda old: {"content": [3]}), "IndexError"),
+    "lists as entries": (in_choice("logprobs", lambda old: {"content": [[0, 9]]}), "ValidationError"),
     "one log-prob less": (
         in_choice("logprobs", lambda old: {"content": old["content"][:-1]}),
         "other tokens",
@@ -280,7 +316,7 @@ BAD_ANSWERS = {
     "too many tokens": (as_long(9), "9 tokens, where 1 to 8 were asked for"),
     "no tokens": (as_long(0), "0 tokens, where 1 to 8"),
     "an id beyond the vocabulary": (with_id(32), "token ids outside of 0 to 31"),
-    "a huge id": (with_id(10**30), "token ids outside"),
+    "a huge id": (with_id(10**30), "OverflowError|ValidationError"),
     "a negative id": (with_id(-1), "token ids outside"),
     "a fractional id": (with_id(3.0), "ValidationError.*got `float`"),
     "no weights": (in_choice("weight_versions", lambda old: None), "TypeError"),

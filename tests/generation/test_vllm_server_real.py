@@ -127,9 +127,11 @@ def test_a_flipped_bit_on_the_way_to_the_server_ends_the_run(server, tmp_path, m
 
 
 def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path, monkeypatch):
-    run, cut = run_for(server, tmp_path, temperature=0.7), []
-    cut_logprobs = client_module.cut_logprobs
-    monkeypatch.setattr(client_module, "cut_logprobs", lambda text: cut.append(cut_logprobs(text)) or cut[-1])
+    run, readers = run_for(server, tmp_path, temperature=0.7), []
+    reader = client_module.GenerationReader
+    monkeypatch.setattr(
+        client_module, "GenerationReader", lambda **given: readers.append(reader(**given)) or readers[-1]
+    )
     sync(run, run.model)
     for prompt in PROMPTS[:2]:
         for completion in run.backend.generate([prompt] * 2):
@@ -137,7 +139,7 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path, monk
             # Both compute in float32.
             assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
             assert completion.versions == [0] * len(completion.token_ids)
-    assert [text.count(b'"content":[[') for text in cut] == [2, 2]  # the form that is decoded in pieces
+    assert [len(one.lists) for one in readers] == [2, 2]  # the form that is decoded while it arrives
     run.backend.close()
 
 

@@ -46,8 +46,10 @@ RUNS = [
     ),
     *edits_of(
         "generation/vllm/client.py",
-        ("cuts[-1] + PIECE, last", "cuts[-1] + PIECE", CLIENT),
-        ("[[a, b - 1] for", "[[a, b] for", CLIENT),
+        ("            del text[self._start : stop + 1]", "            del text[self._start : stop]", CLIENT),
+        ("max(self._start, len(text) - self._LONGEST)", "len(text)", CLIENT),
+        ("range(0, len(part), PIECE)", "range(0, len(part), len(part) or 1)", CLIENT),
+        ('b"]}" if has_top else b"}"', 'b"}"', CLIENT),
     ),
     *edits_of(
         "hf/step_state.py",

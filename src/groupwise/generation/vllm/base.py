@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, json_dict, sampler_settings
 from groupwise.errors import BackendError, ConfigError
@@ -30,7 +32,7 @@ from groupwise.tokenization.images import as_rgb
 #: Most tokens per position whose log-probs vLLM reports, unless ``--max-logprobs`` raises it.
 DEFAULT_MAX_LOGPROBS = 20
 
-_NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
+NO_LOGPROB = -9999.0  # a server's placeholder for a missing log-prob; an engine reports -inf
 _ROUNDING = 1e-3  # of the log-prob of a token whose probability is 1
 _NO_TOP_K = 2**31 - 1  # of int32; vLLM takes the size of the vocabulary instead
 
@@ -130,63 +132,61 @@ def num_logprobs(sampling: Mapping[str, Any]) -> int:
 
 def make_completion(
     token_ids: Sequence[int],
-    logps: Iterable[float],
+    logps: Sequence[float],
     finish_reason: str,
     versions: Iterable[int],
-    candidates: Iterable[Iterable[tuple[int, float]]] | None,
-    kept: Sequence[Sequence[int]] | None = None,
+    sampling_mask: SamplingMask | None,
 ) -> Completion:
     """Return the record of a sample, from processed log-probs.
 
     Args:
         token_ids, logps, versions: one entry per sampled token.
         finish_reason: "length" if the limit ended the sample, else "stop".
-        candidates: (token id, log-prob) of the sampled and the ``top_k`` most probable tokens, per position;
-            those that top_p or min_p removed have no log-prob. None: not requested.
-        kept: sampling mask that vLLM reports, token ids per position; None: the candidates have it.
+        sampling_mask: of its positions; None: not requested.
     """
-    if kept is None and candidates is not None:
-        kept = [[token for token, logp in position if logp > _NO_LOGPROB] for position in candidates]
+    logps_T = np.asarray(logps, dtype=np.float64)
     return Completion(
         [*map(_IDS.setdefault, token_ids, token_ids)],
-        logps=[logp if logp > _NO_LOGPROB else math.nan for logp in logps],
+        logps=np.where(logps_T > NO_LOGPROB, logps_T, math.nan).tolist(),
         truncated=finish_reason == "length",
         versions=list(versions),
-        sampling_mask=None if kept is None else SamplingMask.from_lists(kept),
+        sampling_mask=sampling_mask,
     )
 
 
 def check_sample(
     token_ids: Sequence[int],
     logps: Sequence[float],
-    kept: Sequence[Sequence[int]],
+    mask: SamplingMask | None,
     max_tokens: int,
     vocab_size: int,
 ) -> None:
-    """Check a sample that another process made.
-
-    Args:
-        kept: token ids per position that contain the sampled one; an empty position is not checked. Empty:
-            there are none.
+    """Check a sample that another process made; a position without log-prob, or with all tokens, may lack it.
 
     Raises:
         ValueError: the sample is none of at most ``max_tokens`` tokens; the message says why.
     """
+    ids_T, logps_T = np.asarray(token_ids), np.asarray(logps)
+    kept, counts_T = (np.zeros(0, int),) * 2 if mask is None else (mask.ids.numpy(), mask.counts.numpy())
 
-    def are_ids(ids: Sequence[int]) -> bool:
-        return {*map(type, ids)} <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size
+    def has_sampled_T() -> Any:
+        position = np.repeat(np.arange(len(ids_T)), counts_T)  # of each kept token
+        return np.bincount(position[kept == ids_T[position]], minlength=len(ids_T)) > 0
 
     checks = {
         f"{len(token_ids)} tokens, where 1 to {max_tokens} were asked for": (
             not 1 <= len(token_ids) <= max_tokens
         ),
-        f"token ids outside of 0 to {vocab_size - 1}": not all(map(are_ids, [token_ids, *kept])),
-        # NaN, too: its sum is NaN.
-        "log-probs that are not at most 0": not (
-            sum(logps) < math.inf and max(logps, default=0) <= _ROUNDING
+        f"token ids outside of 0 to {vocab_size - 1}": any(
+            len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size for ids in (ids_T, kept)
         ),
-        "a sampling mask without the sampled tokens": bool(kept)
-        and any(ids and token not in ids for token, ids in zip(token_ids, kept, strict=True)),
+        # NaN, too.
+        "log-probs that are not at most 0": not (logps_T <= _ROUNDING).all(),
+        "a sampling mask without the sampled tokens": mask is not None
+        and not (
+            len(counts_T) == len(ids_T)
+            and (has_sampled_T() | (counts_T == 0) | (logps_T <= NO_LOGPROB)).all()
+        ),
     }
     if problems := [problem for problem, applies in checks.items() if applies]:
         raise ValueError(f"a sample has {', '.join(problems)}")

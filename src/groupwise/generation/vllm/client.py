@@ -13,17 +13,22 @@ import re
 import reprlib
 import ssl
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
+import torch
+
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.vllm.base import (
+    NO_LOGPROB,
     Request,
     check_expanded,
     check_sample,
@@ -31,6 +36,7 @@ from groupwise.generation.vllm.base import (
     server_prompt,
 )
 from groupwise.records import Completion
+from groupwise.records.sampling_mask import SamplingMask
 from groupwise.threads import EventLoop
 
 try:
@@ -51,8 +57,13 @@ class _Position(_Token, gc=False):
     top_logprobs: list[_Token]
 
 
-#: Errors in reading a response.
-_UNUSABLE = LookupError, TypeError, ValueError, AttributeError, RecursionError, msgspec.DecodeError
+_TOKENS, _POSITIONS = msgspec.json.Decoder(list[_Token]), msgspec.json.Decoder(list[_Position])
+_MASK = msgspec.json.Decoder(list[list[int]])
+#: Errors in reading a response; OverflowError: a number that no array holds.
+_UNUSABLE = (
+    *(LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError),
+    msgspec.DecodeError,
+)
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
@@ -67,7 +78,7 @@ CONCURRENCY = 128
 PATIENCE = 5.0
 #: Longest time of a request in units of the timeout, however much the server does for others.
 LONGEST = 20
-#: Bytes of log-probs that are decoded at a time: in less than 1 ms, in which no other thread runs.
+#: Bytes of a generation that are decoded at a time: in less than 1 ms, in which no other thread runs.
 PIECE = 2**16
 
 _GENERATE = "/inference/v1/generate"
@@ -162,6 +173,7 @@ class HttpClient:
         doing: str,
         timeout: float | None = None,
         read: Read = None,
+        reader: GenerationReader | None = None,
     ) -> Any:
         """Send a request once.
 
@@ -169,17 +181,18 @@ class HttpClient:
             timeout: maximum seconds to wait; None: as long as the server makes progress, and at most
                 ``LONGEST`` times the timeout of the client.
             read: see :meth:`reading`.
+            reader: gets the response while it arrives.
 
         Returns:
-            the decoded response, text if it is not JSON, bytes of a generation; or the value that ``read``
-            takes from it.
+            the decoded response, text if it is not JSON, or what ``reader`` left of it; or the value that
+            ``read`` takes from it.
 
         Raises:
             LostAnswerError: no usable response; repeating the request may succeed.
             ServerUnavailableError: no progress within the timeout of the client.
             BackendError: the server refused the request.
         """
-        request, start = asyncio.ensure_future(self._send(method, path, body)), time.monotonic()
+        request, start = asyncio.ensure_future(self._send(method, path, body, reader)), time.monotonic()
         try:
             while not (await asyncio.wait([request], timeout=timeout or self.timeout / 8))[0]:
                 if timeout is not None:
@@ -251,12 +264,16 @@ class HttpClient:
             pause = min(pause * 1.5, 2.0)
             await asyncio.sleep(min(pause, left))
 
-    async def _send(self, method: str, path: str, body: object) -> Any:
+    async def _send(
+        self, method: str, path: str, body: object, reader: GenerationReader | None = None
+    ) -> Any:
+        answer = bytearray() if reader is None else reader.text
         try:
             async with self.http.stream(method, path, json=body) as response:
-                answer = bytearray()  # grows in place: a list of parts and their join would be two copies
+                take = answer.extend if reader is None or response.status_code != 200 else reader.feed
                 async for part in response.aiter_bytes():
-                    answer += part
+                    with self.reading(part):
+                        take(part)
                 if response.status_code >= 500:
                     # The server closes the connection soon, maybe during the next request.
                     await response.extensions["network_stream"].aclose()
@@ -267,7 +284,7 @@ class HttpClient:
             if answer[:100].lstrip().startswith(b"<"):  # of a proxy, or another service
                 raise LostAnswerError(f"{self.url} returned a web page for {path}: {_reason(answer)}")
             with suppress(ValueError, RecursionError):
-                return answer if path == _GENERATE else json.loads(answer)
+                return json.loads(answer) if reader is None else answer
             return answer.decode(errors="replace")
         shown = f"{method} {path} returned {status}: {_reason(answer)}"
         if status in _RETRYABLE:
@@ -287,25 +304,94 @@ class HttpClient:
         return self._last_progress
 
 
-def cut_logprobs(answer: bytes | bytearray) -> bytes:
-    """Return a generation with the places of pieces of ``answer``, [start, end], as its lists of log-probs.
+class _Entries:
+    """Numbers of a list of log-probs or of a sampling mask; with candidates, of both.
 
-    Log-probs are nearly all of its bytes. They are cut between entries, about every ``PIECE`` bytes, in the
-    compact form in which vLLM writes them; a list in another form stays.
+    ids, logps: of the sampled tokens.
+    kept, counts: as in :class:`SamplingMask`; without candidates that top_p or min_p removed.
     """
-    begin, parts, start = b'"content":[', list[bytes | bytearray](), 0
-    # With candidates an entry ends in the bracket of their list; a candidate does not. No string has quotes.
-    close = b"]}" if b'"top_logprobs":[' in answer else b"}"
-    while (first := answer.find(begin + b"{", start) + len(begin)) >= len(begin):
-        if (last := answer.find(close + b"]}", first) + len(close)) < first:
-            break
-        cuts = [first]
-        while (cut := answer.find(close + b",{", cuts[-1] + PIECE, last)) >= 0:
-            cuts.append(cut + len(close) + 1)
-        pieces = [[a, b - 1] for a, b in pairwise([*cuts, last + 1])]  # without the comma between them
-        parts += [answer[start:first], msgspec.json.encode(pieces)[1:-1]]
-        start = last
-    return b"".join([*parts, answer[start:]])
+
+    def __init__(self) -> None:
+        self.ids, self.logps, self.kept, self.counts = array("q"), array("d"), array("i"), array("i")
+
+    def add(self, text: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> None:
+        """Add the entries of a JSON list; raises an error of ``_UNUSABLE`` for another list."""
+        entries = decoder.decode(text)
+        if decoder is not _MASK:
+            self.ids.extend([entry.token_id for entry in entries])
+            self.logps.extend([entry.logprob for entry in entries])
+        if decoder is _POSITIONS:
+            tops = [entry.top_logprobs for entry in entries]
+            entries = [[one.token_id for one in top if one.logprob > NO_LOGPROB] for top in tops]
+        if decoder is not _TOKENS:
+            self.kept.extend([token for position in entries for token in position])
+            self.counts.extend(map(len, entries))
+
+
+class GenerationReader:
+    """Reader of a generation that decodes log-probs and sampling masks while they arrive.
+
+    They are nearly all of its bytes: whole entries leave the text, in the compact form in which vLLM writes
+    them. A list in another form stays.
+
+    Args:
+        with_top: the candidates of a position are its sampling mask.
+
+    Attributes:
+        text: the response without these entries: a list has its index in ``lists`` instead.
+    """
+
+    _BEGIN, _LONGEST = re.compile(rb'"content":\[(?=\{)|"sampling_mask":\[(?=\[)'), 18
+
+    def __init__(self, with_top: bool) -> None:
+        self.text, self.lists = bytearray(), list[_Entries]()
+        self.decoder: msgspec.json.Decoder[Any] = _TOKENS
+        self._of_tokens = _POSITIONS if with_top else _TOKENS
+        self._start, self._close = 0, b""  # of the text to search; end of an entry, b"" outside of a list
+
+    def feed(self, part: bytes) -> None:
+        """Read the next part of the response."""
+        for start in range(0, len(part), PIECE):
+            self.text += part[start : start + PIECE]
+            while self._read():
+                pass
+
+    def _read(self) -> bool:
+        """Decode what has arrived of a list; returns False if more of the text is needed."""
+        text = self.text
+        if not self._close:
+            if (found := self._BEGIN.search(text, self._start)) is None:
+                self._start = max(self._start, len(text) - self._LONGEST)
+                return False
+            self._start, is_mask = found.start(), found[0].startswith(b'"s')
+            if (first := text.find(b"]" if is_mask else b"}", found.end())) < 0:
+                return False
+            # With candidates an entry ends in the bracket of their list. No string has quotes.
+            has_top = text.find(b'"top_logprobs":[', found.end(), first) >= 0
+            self._start, self._close = found.end(), b"]" if is_mask else b"]}" if has_top else b"}"
+            self.decoder = _MASK if is_mask else self._of_tokens
+            self.lists.append(_Entries())
+        end = text.find(self._close + b"]", self._start)
+        between = self._close + (b",[" if self.decoder is _MASK else b",{")
+        stop = (end if end >= 0 else text.rfind(between, self._start)) + len(self._close)
+        if stop < len(self._close):
+            return False
+        self.lists[-1].add(b"[" + text[self._start : stop] + b"]", self.decoder)
+        time.sleep(5e-5)  # the thread that trains runs; without a wait this one would go on
+        if end < 0:
+            del text[self._start : stop + 1]  # with the comma
+            return False
+        text[self._start : stop] = b"%d" % (len(self.lists) - 1)
+        self._close = b""
+        return True
+
+    def entries(self, found: Any, decoder: msgspec.json.Decoder[Any] | None = None) -> _Entries:
+        """Return a list of the decoded ``text``; ``decoder``: None for log-probs."""
+        if type(found) is list and found and type(found[0]) is int:
+            return self.lists[found[0]]
+        entries = _Entries()
+        entries.add(msgspec.json.encode(found), decoder or self._of_tokens)
+        return entries
 
 
 class VLLMServers:
@@ -403,9 +489,10 @@ class VLLMServers:
         params, version = body["sampling_params"], body.get("model")
         if number > 1:
             await self._check_weights(server, version)
-        answer = await server.once("POST", _GENERATE, body, doing=doing)
+        reader = GenerationReader(with_top=params["logprobs"] > 0)
+        answer = await server.once("POST", _GENERATE, body, doing=doing, reader=reader)
         with server.reading(answer):
-            response = msgspec.json.decode(cut_logprobs(answer))
+            response = msgspec.json.decode(answer)
             choices = sorted(response["choices"], key=itemgetter("index"))
             if [choice["index"] for choice in choices] != list(range(params["n"])):
                 raise ValueError(f"{len(choices)} choices that are not 0 to {params['n'] - 1}")
@@ -415,25 +502,20 @@ class VLLMServers:
             if version is None and "weight_versions" not in choices[0]:
                 # vLLM before 0.32. No update comes between: the preflight refuses rollout_staleness with it.
                 version = await self._weight_version(server)
-            return [self._completion(answer, choice, params, version, server.url) for choice in choices]
+            return [self._completion(reader, choice, params, version, server.url) for choice in choices]
 
     def _completion(
-        self, answer: bytearray, choice: dict[str, Any], params: dict[str, Any], version: str | None, url: str
+        self,
+        reader: GenerationReader,
+        choice: dict[str, Any],
+        params: dict[str, Any],
+        version: str | None,
+        url: str,
     ) -> Completion:
-        """Return the record of a choice of ``answer``; raises what ``reading`` turns for one that is none."""
-        tokens, content, with_top = choice["token_ids"], choice["logprobs"]["content"], params["logprobs"] > 0
-        ids, logps, candidates = list[int](), list[float](), list[list[tuple[int, float]]]()
-        pieces = [slice(*piece) for piece in content] if content and type(content[0]) is list else [content]
-        for piece in pieces:
-            text = b"[" + answer[piece] + b"]" if isinstance(piece, slice) else msgspec.json.encode(piece)
-            entries: list[Any] = msgspec.json.decode(text, type=list[_Position] if with_top else list[_Token])
-            ids += [entry.token_id for entry in entries]
-            logps += [entry.logprob for entry in entries]
-            if with_top:
-                top = [entry.top_logprobs for entry in entries]
-                candidates += [[(one.token_id, one.logprob) for one in position] for position in top]
-            time.sleep(5e-5)  # the thread that trains runs; without a wait this one would go on
-        if ids != tokens:
+        """Return the record of a choice; raises what ``reading`` turns for one that is none."""
+        time.sleep(5e-5)  # as after a piece
+        tokens, entries = choice["token_ids"], reader.entries(choice["logprobs"]["content"])
+        if entries.ids.tolist() != tokens:
             raise ValueError("log-probs of other tokens than the sampled ones")
         # A request may outlast an update of the weights, but not a change of the adapter.
         whole: dict[str, Any] = {"version": version, "start": 0, "end": len(tokens)}
@@ -446,10 +528,13 @@ class VLLMServers:
         ):
             raise ValueError(f"weight versions that do not cover its {len(tokens)} tokens: {spans}")
         kept = choice.get("sampling_mask")
-        positions = kept or [[token for token, _ in position] for position in candidates]
-        check_sample(tokens, logps, positions, params["max_tokens"], self.vocab_size)
+        of_mask = entries if kept is None else reader.entries(kept, _MASK)
+        mask = None
+        if kept is not None or params["logprobs"] > 0:
+            mask = SamplingMask(*(torch.from_numpy(np.asarray(n)) for n in (of_mask.kept, of_mask.counts)))
+        check_sample(entries.ids, entries.logps, mask, params["max_tokens"], self.vocab_size)
         steps = [[self._step(span["version"], url)] * (span["end"] - span["start"]) for span in spans]
-        return make_completion(ids, logps, choice["finish_reason"], chain(*steps), candidates or None, kept)
+        return make_completion(entries.ids, entries.logps, choice["finish_reason"], chain(*steps), mask)
 
     def _step(self, version: str, url: str) -> int:
         parts = str(version).split(":")  # run, number of the adapter if it is one, step

@@ -33,6 +33,7 @@ from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.backends import BackendEntry
 from groupwise.generation.vllm.base import (
     DEFAULT_MAX_LOGPROBS,
+    NO_LOGPROB,
     Request,
     VLLMBackend,
     check_expanded,
@@ -52,6 +53,7 @@ from groupwise.policy.introspection import CausalLM, is_quantized, without_adapt
 from groupwise.policy.weight_iterator import PolicyWeights, base_weights
 from groupwise.random_state import preserved_state
 from groupwise.records import Completion, SamplingOptions
+from groupwise.records.sampling_mask import SamplingMask
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
@@ -163,13 +165,15 @@ class ColocatedBackend(VLLMBackend):
     def completion(self, sample: CompletionOutput, with_mask: bool) -> Completion:
         # By position, the log-probs of the sampled and the top_k tokens.
         entries = [{token: one.logprob for token, one in entry.items()} for entry in sample.logprobs]
+        kept = getattr(getattr(sample, "sampling_mask", None), "token_ids", None)
+        if kept is None and with_mask:  # without candidates that top_p or min_p removed
+            kept = [[token for token, logp in entry.items() if logp > NO_LOGPROB] for entry in entries]
         return make_completion(
             sample.token_ids,
             [entry[token] for token, entry in zip(sample.token_ids, entries, strict=True)],
             sample.finish_reason,
             [self.version] * len(sample.token_ids),  # type: ignore[list-item]  # generate checked it
-            [entry.items() for entry in entries] if with_mask else None,
-            getattr(getattr(sample, "sampling_mask", None), "token_ids", None),
+            None if kept is None else SamplingMask.from_lists(kept),
         )
 
     def load_weights(self, source: PolicyWeights, step: int) -> str | None:
