@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.workers.launch import run_ranks
 
 from groupwise.commands.cli.launch import CONFIGS
 
@@ -280,21 +281,21 @@ def test_run_files_for_many_gpus_are_read(name, num_processes, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_the_rehearsal_of_several_nodes_runs(tiny_agent, tmp_path):
-    """The lines of the page in a shell, with its environment and its run file."""
+    """The shell of the page writes its commands; the ranks of each are forked, as accelerate starts them."""
     page = (ROOT / "docs" / "nodes_agent.md").read_text()
     blocks = {kind: re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("bash", "python")}
     (tmp_path / "shop.py").write_text(blocks["python"][0])
     (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0])
     lines, changes = re.subn(r"trl-internal-testing/\S+", str(tiny_agent), blocks["bash"][0])
     assert changes == 1
-    (tmp_path / "groupwise").write_text(f'#!/bin/sh\nexec {sys.executable} -m groupwise.cli "$@"\n')
-    (tmp_path / "groupwise").chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRACKIO_DIR": str(tmp_path / "trackio")}
-    environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euc", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    lines = f'groupwise() {{ echo "$*" >> commands; }}\n{lines}'
+    subprocess.run(["bash", "-euc", lines], cwd=tmp_path, check=True)
+    environment = {"GROUPWISE_STARTED_BY_TRAIN": "1", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for command in (tmp_path / "commands").read_text().splitlines():
+        assert "train --config run.yaml --accelerate_config ddp --num_processes 2 " in command
+        given = ["-m", "groupwise.cli", *command.split()]
+        done = run_ranks(*given, directory=tmp_path, environment=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
     logs = [json.loads(line) for line in (tmp_path / "rehearsal" / "metrics.jsonl").read_text().splitlines()]
     assert [log["step"] for log in logs if "reward" in log][-1] == 3
     assert any("tools/call_frequency" in log for log in logs)

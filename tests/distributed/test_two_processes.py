@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from filelock import FileLock
 from support.runs import with_all_rows
 from support.workers.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
-from support.workers.launch import run, run_ranks
+from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -35,17 +34,7 @@ def _launch(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
-def _accelerate_launch(*arguments: str | Path) -> None:
-    """Run the worker as a user's script is started."""
-    # `--cpu` starts one process unless there is MPI; the runs themselves stay on the CPU (use_cpu=True).
-    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    port = ["--dynamo_backend", "no", "--main_process_port", "0"]
-    command = ["-m", "accelerate.commands.launch", *options, *port, SCRIPT, *arguments]
-    done = run(*command, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-
-
-def _launched_once(factory: pytest.TempPathFactory, mode: str, launch: Callable[..., None] = _launch) -> Path:
+def _launched_once(factory: pytest.TempPathFactory, mode: str) -> Path:
     """The directory with the results of a launch that all test processes share."""
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / mode
@@ -54,7 +43,7 @@ def _launched_once(factory: pytest.TempPathFactory, mode: str, launch: Callable[
             begun = directory.with_suffix(".begun")
             shutil.rmtree(begun, ignore_errors=True)
             begun.mkdir()
-            launch(mode, begun)
+            _launch(mode, begun)
             begun.rename(directory)
     return directory
 
@@ -135,8 +124,8 @@ def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_pa
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run started with ``accelerate launch`` on two processes."""
-    return _launched_once(tmp_path_factory, "train", _accelerate_launch)
+    """The directory of a run on two processes."""
+    return _launched_once(tmp_path_factory, "train")
 
 
 def _history(directory: Path, name: str) -> list[dict[str, Any]]:
