@@ -27,13 +27,13 @@ from groupwise.generation.vllm.serve import check_tensor_parallel
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 #: The scripts' own library, and the run of `make quickstart` (one of its steps has 64 rows).
-#: Tests of agents run those that need packages of their own.
-WITH_OWN_PACKAGES = ("agent_as_it_is.py", "environment_server.py", "environment_verifiers.py")
-NOT_RUN = {"smollm2.py", "quickstart.py", *WITH_OWN_PACKAGES}
+#: Tests of agents run those that need packages of their own, test_vllm_commands.py the one with a server.
+ELSEWHERE = ("agent_as_it_is.py", "environment_server.py", "environment_verifiers.py", "vllm_server.py")
+NOT_RUN = {"smollm2.py", "quickstart.py", *ELSEWHERE}
 #: Packages that may be missing; an example that needs one has its name in the file name.
 OPTIONAL = ("reasoning_gym", "vllm")
 SCRIPTS = [path for path in sorted(EXAMPLES.glob("*.py")) if path.name not in NOT_RUN]
-DOCUMENTED = [*SCRIPTS, *(EXAMPLES / name for name in ("quickstart.py", *WITH_OWN_PACKAGES))]
+DOCUMENTED = [*SCRIPTS, *(EXAMPLES / name for name in ("quickstart.py", *ELSEWHERE))]
 #: Line limits; 60 for every other example.
 MAX_LINES = {"gsm8k.py": 86, "quickstart.py": 92, "grpo_from_scratch.py": 150, "vlm.py": 66}
 #: Modules of groupwise that examples may import: each is described in docs/api.md.
@@ -50,7 +50,7 @@ LAUNCHED = "distributed.py"
 #: Examples that need extras, and Pillow; the others run in a process that cannot import any.
 #: That adapters need PEFT alone is tested with the command line.
 NEEDS = {"lora.py": IMPORTS, "vlm.py": IMPORTS, "vllm_colocate.py": WITH_VLLM} | {
-    path.name: IMPORTS for path in SCRIPTS if "reasoning_gym" in path.stem or path.stem == "vllm_server"
+    path.name: IMPORTS for path in SCRIPTS if "reasoning_gym" in path.stem
 }
 #: Answers of the model of two layers, which is random for other examples: they have a gradient, or calls of
 #: the tool of the example.

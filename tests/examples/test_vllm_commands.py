@@ -21,6 +21,8 @@ from support.tiny_smollm2 import save_tiny_smollm2
 from support.workers import forked_server
 from support.workers.launch import WITH_VLLM, Script, run
 
+from groupwise.commands.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
 SECTION = PAGE.split("\n## ")[1]
@@ -35,18 +37,25 @@ def test_the_page_begins_with_them():
     assert shlex.split(TRAIN)[1:3] == ["python", "examples/vllm_server.py"]
 
 
-def test_a_server_beside_the_trainer_leaves_it_memory_of_the_gpu(monkeypatch, tmp_path):
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_server_that_the_example_starts(monkeypatch, tmp_path, capsys, has_gpu):
+    """Beside the trainer on one GPU it leaves that memory."""
     import vllm_server
 
     def start(command):
         raise InterruptedError(*command)
 
     monkeypatch.setattr("sys.argv", ["vllm_server.py", "--model", "tiny", "--output_dir", str(tmp_path)])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     monkeypatch.setattr("subprocess.Popen", start)
     with pytest.raises(InterruptedError) as started:
         vllm_server.main()
-    assert started.value.args[-2:] == ("--gpu-memory-utilization", "0.4")
+    program, (command, *flags) = started.value.args[:3], started.value.args[3:]
+    assert program == (sys.executable, "-m", "groupwise.cli") and command == "vllm-serve"
+    assert (flags[-2:] == ["--gpu-memory-utilization", "0.4"]) is has_gpu
+    assert main([command, *flags, "--device", "cuda" if has_gpu else "cpu", "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-model-len 256" in shown and ("--gpu-memory-utilization 0.4" in shown) is has_gpu
 
 
 @pytest.mark.vllm

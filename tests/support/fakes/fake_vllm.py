@@ -267,5 +267,5 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":  # host and version, for a server in a network of its own
     served = FakeVLLM(8000, sys.argv[1])
     served.version = sys.argv[2]
-    served.failures[GENERATE] = [lambda: time.sleep(1.0)]
+    served.failures[GENERATE] = [lambda: time.sleep(1.0)] * 9
     time.sleep(120)
