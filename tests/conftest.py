@@ -42,6 +42,9 @@ hypothesis.settings.load_profile("everywhere")
 
 def pytest_collection_finish() -> None:
     """Exempt what is imported from garbage collection: every training run ends in a full one."""
+    if loaders := sys.modules.get("torch.utils.data._utils"):
+        # The collector closes queues of a loader before that ends its worker: it would wait for 5 s in vain.
+        loaders.MP_STATUS_CHECK_INTERVAL = 0.1
     gc.collect()
     gc.freeze()
 
