@@ -16,9 +16,6 @@ from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import card_settings
 
-#: ``TrainerState.log_history``.
-LogHistory = Sequence[Mapping[str, float]]
-
 _TEMPLATE = """\
 ---
 {{ card_data }}
@@ -50,18 +47,6 @@ completion is its reward compared with the rewards of its group.
 {% for setting, value in settings.items() -%}
 | {{ setting }} | {{ value }} |
 {% endfor %}
-{%- if logs %}
-## Rewards
-{% for title, step, lines in logs %}
-Last {{ title }} log, step {{ step }}:
-
-| Metric | Mean | Std |
-|---|---|---|
-{% for metric, mean, std in lines -%}
-| `{{ metric }}` | {{ mean }} | {{ std }} |
-{% endfor %}
-{%- endfor %}
-{%- endif %}
 ## Framework versions
 {% for package, version in versions.items() %}
 - {{ package }}: {{ version }}
@@ -93,8 +78,6 @@ def model_card(
     tags: Sequence[str],
     args: GRPOConfig,
     versions: Mapping[str, str],
-    log_history: LogHistory,
-    reward_names: Sequence[str],
 ) -> str:
     """Return the model card: Markdown with a YAML header, the ``README.md`` of a Hub repository.
 
@@ -106,8 +89,6 @@ def model_card(
         base_model: Hub id, local directory or None.
         dataset_name: Hub id, local directory or None.
         tags: added to groupwise, grpo and generated_from_trainer.
-        log_history: ``TrainerState.log_history``; the card shows its last rewards.
-        reward_names: names in the metrics ``rewards/<name>/mean``.
     """
     name = public_name(model_name)
     shown = {**card_settings(args), "world_size": args.world_size}
@@ -127,7 +108,6 @@ def model_card(
         dataset_link=_link(dataset_name, "https://huggingface.co/datasets/"),
         hub_model=args.hub_model_id or name,
         settings={name: _escape(value) for name, value in shown.items()},
-        logs=_last_rewards(log_history, reward_names),
         versions=versions,
     )
     return str(card)
@@ -153,30 +133,6 @@ def _escape(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _last_rewards(
-    log_history: LogHistory, reward_names: Sequence[str]
-) -> list[tuple[str, float | str, list[tuple[str, str, str]]]]:
-    """Return title, step and table lines of the last logged rewards of training and of evaluation."""
-    found = []
-    for title, prefix in (("training", ""), ("evaluation", "eval_")):
-        logs = next((logs for logs in reversed(log_history) if f"{prefix}reward" in logs), None)
-        if logs is None:
-            continue
-        metrics = [("reward", f"{prefix}reward", f"{prefix}reward_std")] + [
-            (public_name(name), f"{prefix}rewards/{name}/mean", f"{prefix}rewards/{name}/std")
-            for name in reward_names
-        ]
-        lines = [
-            (_escape(name), _number(logs.get(mean)), _number(logs.get(std))) for name, mean, std in metrics
-        ]
-        found.append((title, logs.get("step", "?"), lines))
-    return found
-
-
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else ""
-
-
 def write_model_card(
     trainer: Any, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
 ) -> None:
@@ -194,8 +150,6 @@ def write_model_card(
         tags=tags,
         args=trainer.args,
         versions={"transformers": transformers.__version__, "torch": torch.__version__},
-        log_history=trainer.state.log_history,
-        reward_names=trainer.reward_func_names,
     )
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "README.md").write_text(card, encoding="utf-8")

@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ _OWN = {item.name for item in fields(GRPOConfig)} - _INHERITED
 
 #: Largest size of a bundle, and of its contents when it is read.
 LIMIT, LIMIT_OF_CONTENTS = 10**6, 2 * 10**8
-_NAME = re.compile(r"run\.json|(step|generation)-\d{6}(\.\d+)?\.rank\d+\.pt")
+_NAME = re.compile(r"run\.json|step-\d{6}\.rank\d+\.pt")
 
 
 def is_replayed(name: str) -> bool:
@@ -77,8 +77,8 @@ def is_replayed(name: str) -> bool:
 def write_bundle(recording: Recording, step: int, file: Path) -> int:
     """Write the record of one step for another machine; return the number of bytes.
 
-    It contains token ids, log-probs, masks, rewards and advantages of the window, settings of the update and
-    versions: no weights, texts, images, paths or credentials. Token ids can be decoded.
+    It contains token ids, log-probs, masks and advantages of the window, settings of the update and versions:
+    no weights, texts, images, paths or credentials. Token ids can be decoded.
 
     Raises:
         ConfigError: the step is not recorded, has images, or is too large.
@@ -94,15 +94,12 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
             "settings": _settings(record.settings),
             "computed": [vars(rows) for rows in record.computed],
         }
-        parts[_name("step", step, rank)] = saved(values)
-        for part in range(record.num_generations):
-            generation = recording.generation(step, part, rank)
-            rollouts = replace(generation.rollouts, prompts=[""] * len(generation.rollouts))
-            values = {**vars(generation), "rollouts": rollouts, "images": None}
-            parts[_name("generation", step, rank, part)] = saved(values)
-    content = _zipped(parts)
-    if len(content) > LIMIT:  # the window alone is enough to repeat the update
-        content = _zipped({name: data for name, data in parts.items() if not name.startswith("generation")})
+        parts[file_name("step", step, rank).removesuffix(".gz")] = saved(values)
+    zipped = io.BytesIO()
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_LZMA) as archive:
+        for name, data in parts.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
+    content = zipped.getvalue()
     if len(content) > LIMIT:
         raise ConfigError(
             f"the window of step {step} takes {len(content) / 1e6:.1f} MB, and a bundle has at most "
@@ -132,18 +129,6 @@ def _settings(settings: dict[str, Any]) -> dict[str, Any]:
         given = kept["generation_kwargs"].items()
         kept["generation_kwargs"] = {name: v for name, v in given if isinstance(v, int | float)}
     return dict(masked(kept))
-
-
-def _name(kind: str, step: int, rank: int, part: int | None = None) -> str:
-    return file_name(kind, step, rank, part).removesuffix(".gz")
-
-
-def _zipped(parts: dict[str, bytes]) -> bytes:
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_LZMA) as archive:
-        for name, data in parts.items():
-            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
-    return content.getvalue()
 
 
 @contextmanager
