@@ -26,7 +26,6 @@ from groupwise.config.changes import (
     checked,
     take_snapshot,
     warn_of_changes_on_resume,
-    warn_of_sampler_on_resume,
 )
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings
@@ -703,8 +702,6 @@ class GRPOTrainer(
         self.step_state.restore(state)
         if saved["entropy_coef"] != self.args.entropy_coef:  # a changed setting wins over the adapted value
             self.entropy_control = replace(self.entropy_control, coef=self.args.entropy_coef)
-        if self.buffer.sampler is not None:  # the checkpoint is inside a generation
-            warn_of_sampler_on_resume(self.buffer.sampler, self.args)
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     # Public attributes.

@@ -40,7 +40,6 @@ EXAMPLES: dict[str, dict[str, object]] = {
         "max_completion_length": 256,
     },
     "delta_inside_clip_range": {"delta": 1.1},
-    "sequence_ratio_with_token_sum": {"importance_sampling_level": "sequence"},
     "entropy_coef_bounds": {"entropy_coef_min": 2.0},
     "entropy_coef_outside_bounds": {"use_adaptive_entropy": True, "entropy_coef": 1.5},
     "router_replay_of_recorded_routing": {"router_replay": "R3", "use_vllm": True},

@@ -12,18 +12,15 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sized
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from transformers import TrainingArguments
 
 from groupwise.config.grpo_config import DerivedInt, GRPOConfig, resolve_defaults
-from groupwise.config.sampling import SAMPLING_FIELDS, sampler_settings
+from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
 from groupwise.errors import ConfigError, shortened, warn_once
-
-if TYPE_CHECKING:
-    from groupwise.records import SamplerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -188,18 +185,6 @@ def warn_of_changes_on_resume(
     for consequence, changed in changes.items():
         if consequence:
             logger.warning("resumed with %s, %s", ", ".join(changed), consequence)
-
-
-def warn_of_sampler_on_resume(sampled: SamplerSettings, config: GRPOConfig) -> None:
-    """Log a warning if the generation of a checkpoint has other sampler settings than the next one."""
-    now = vars(sampler_settings(config))
-    changed = [name for name, value in vars(sampled).items() if value != now[name]]
-    if changed:
-        logger.warning(
-            "resumed with %s: the generation batch of the checkpoint was sampled and is finished with %s",
-            ", ".join(f"{name}={now[name]}" for name in changed),
-            ", ".join(f"{name}={getattr(sampled, name)}" for name in changed),
-        )
 
 
 class SettingAttribute:

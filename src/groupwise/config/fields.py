@@ -13,6 +13,7 @@ from groupwise.config import conditions as when
 from groupwise.config.settings import (
     OPTIMIZER_STATE,
     PROMPT_ORDER,
+    SAMPLER,
     SCHEDULE,
     TRAINER_STATE,
     Setting,
@@ -39,7 +40,7 @@ UNPUBLISHED: Final[dict[str, tuple[str, ...]]] = {
 _of_schedule = partial(Setting, changes="run", on_resume=SCHEDULE)
 _of_optimizer = partial(Setting, changes="run", on_resume=OPTIMIZER_STATE)
 _of_step = partial(Setting, card="if_changed", changes="step")
-_of_generation = partial(Setting, card="if_changed", changes="generation")
+_of_generation = partial(Setting, card="if_changed", changes="generation", on_resume=SAMPLER)
 _of_correction = partial(_of_step, no_effect_unless=when.CORRECTION)
 _of_vespo = partial(_of_step, no_effect_unless=when.VESPO)
 _of_adaptive_entropy = partial(_of_step, no_effect_unless=on("use_adaptive_entropy"))
@@ -233,7 +234,7 @@ class GRPOFields(TrainingArguments):
     # Generation
     temperature: Annotated[float, Setting(
         "Sampling temperature, also of the trainer's log-probs.", gt=0, card="always",
-        changes="generation")] = 1.0
+        changes="generation", on_resume=SAMPLER)] = 1.0
     top_p: Annotated[float, _of_generation(
         "Nucleus sampling: keep the smallest set of tokens with this total probability. 1: off. Log-probs "
         "are those of the truncated distribution where the sampler reports the sampling mask.", gt=0,

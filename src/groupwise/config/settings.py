@@ -65,6 +65,7 @@ PROMPT_ORDER: Final = (
     "which changes the order of prompts: some prompts of this epoch may be repeated or skipped; the "
     "generation batch of the checkpoint is finished first"
 )
+SAMPLER: Final = "which acts from the next generation on; that of the checkpoint is finished first"
 OPTIMIZER_STATE: Final = (
     "which has no effect: optimizer and schedule continue with their state and the values of the checkpoint; "
     "for other values, start a new run with the checkpoint as its model"

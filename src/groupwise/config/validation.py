@@ -362,18 +362,6 @@ def delta_inside_clip_range(c: GRPOFields) -> Iterator[str]:
         )
 
 
-def sequence_ratio_with_token_sum(c: GRPOFields) -> Iterator[str]:
-    objective = OBJECTIVES[c.loss_type]
-    sums_tokens = objective.normalizer in ("token_mean", "local_token_mean", "constant_length")
-    reads_ratio = objective.surrogate in (surrogates.clipped, surrogates.cispo)
-    if c.importance_sampling_level == "sequence" and sums_tokens and reads_ratio:
-        yield (
-            f"importance_sampling_level='sequence' with loss_type={c.loss_type!r}: the loss is a sum over "
-            "tokens, so that a sequence counts in proportion to its length; loss_type='grpo' weighs "
-            "sequences equally (GSPO)"
-        )
-
-
 def entropy_coef_bounds(c: GRPOFields) -> Iterator[str]:
     if c.entropy_coef_min > c.entropy_coef_max:
         given = f"entropy_coef_min={c.entropy_coef_min} is above entropy_coef_max={c.entropy_coef_max}"
@@ -443,4 +431,4 @@ RULES: tuple[_Relation, ...] = (
     truncation_with_liger,
 )
 #: Their messages are logged as warnings.
-CAUTIONS: tuple[_Relation, ...] = (delta_inside_clip_range, sequence_ratio_with_token_sum)
+CAUTIONS: tuple[_Relation, ...] = (delta_inside_clip_range,)
