@@ -635,7 +635,12 @@ class GRPOTrainer(
         args = self.args
         # Names of the settings whose change acts; one that cannot change is reported and taken back.
         changed = check_step(args, self._settings_before, new_run=new_run or not self.is_in_train)
-        self._check_beta(args.beta)
+        if args.beta > 0 and not self.reference.exists:
+            raise ConfigError(
+                f"beta={args.beta} needs a reference model, and a trainer built with beta=0 has none; "
+                "build it with GRPOConfig(beta=…), after which beta may change at any step, also to 0 and "
+                "back, or assign trainer.ref_model first"
+            )
         if "reward_weights" in changed:
             self.reward_weights = with_default_weights(args, self.reward_funcs)
         self._load_rewards()
@@ -705,15 +710,6 @@ class GRPOTrainer(
         checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     # Public attributes.
-
-    def _check_beta(self, beta: float) -> None:
-        """Refuse a weight of the KL to the reference model if there is none."""
-        if beta > 0 and not self.reference.exists:
-            raise ConfigError(
-                f"beta={beta} needs a reference model, and a trainer that was built with beta=0 has none; "
-                "build it with GRPOConfig(beta=…), after which beta may change at any step, also to 0 and "
-                "back, or assign trainer.ref_model first"
-            )
 
     @property
     def entropy_coef(self) -> float:

@@ -149,12 +149,10 @@ def test_a_weight_of_the_kl_counts_from_the_next_step(tmp_path):
 
 def test_beta_cannot_rise_without_a_reference(tmp_path):
     run = trainer(tmp_path)
-    with pytest.raises(ConfigError, match=r"beta=0.1 needs a reference model, .* GRPOConfig\(beta=…\)"):
-        run.beta = 0.1
-    assert run.beta == 0.0
-    run.args.beta = 0.1
-    with pytest.raises(ConfigError, match=r"beta=0.1 needs a reference model"):
-        run.train()
+    run.beta = 0.1
+    for _ in range(2):  # it stays an error
+        with pytest.raises(ConfigError, match=r"beta=0.1 needs a reference model, .* GRPOConfig\(beta=…\)"):
+            run.train()
 
 
 def test_a_reference_that_is_assigned_is_used(tmp_path):

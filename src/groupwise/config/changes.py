@@ -198,11 +198,10 @@ class SettingAttribute:
     Args:
         name: field of the configuration; None: it has the name of the attribute.
         none: value that is read instead of None.
-        check: name of the trainer's method that raises ConfigError if it cannot have the value.
     """
 
-    def __init__(self, name: str | None = None, *, none: Any = None, check: str | None = None) -> None:
-        self.name, self.none, self.check = name, none, check
+    def __init__(self, name: str | None = None, *, none: Any = None) -> None:
+        self.name, self.none = name, none
 
     def __set_name__(self, owner: type, attribute: str) -> None:
         self.attribute = attribute
@@ -216,10 +215,7 @@ class SettingAttribute:
 
     def __set__(self, trainer: Any, value: Any) -> None:
         name = cast(str, self.name)
-        value = checked(trainer.args, name, value, self.attribute)
-        if self.check is not None:
-            getattr(trainer, self.check)(value)
-        setattr(trainer.args, name, value)
+        setattr(trainer.args, name, checked(trainer.args, name, value, self.attribute))
 
 
 class BuiltAttribute:
@@ -273,7 +269,7 @@ class TrainerAttributes:
     vllm_importance_sampling_mode = SettingAttribute()
     vllm_importance_sampling_clip_max = SettingAttribute()
     vllm_importance_sampling_clip_min = SettingAttribute()
-    beta = SettingAttribute(check="_check_beta")  # weight of the KL to the reference model
+    beta = SettingAttribute()  # weight of the KL to the reference model
     epsilon_low = SettingAttribute("epsilon")
     epsilon_high = SettingAttribute()
     loss_type = SettingAttribute()
