@@ -111,7 +111,11 @@ def test_a_run_trains_an_adapter(run_file):
         ({"rewards": "acuracy_reward"}, [], "nearest: 'accuracy_reward'"),
         ({"rewards": "get_cosine_scaled_reward"}, [], "{get_cosine_scaled_reward: {argument: value}}"),
         ({"rewards": "my_rewards:evn"}, [], "module 'my_rewards' has no 'evn'; nearest: 'even'"),
-        ({"rewards": "my_reward:even"}, [], "no module 'my_reward' in"),
+        (
+            {"rewards": "my_reward:even"},
+            [],
+            "or the installed packages raised ModuleNotFoundError: No module named 'my_reward'",
+        ),
         (
             {"rewards": [{"my_rewards:with_threshold": {"limit": 3}}]},
             [],

@@ -202,16 +202,8 @@ def import_object(path: str) -> Any:
         raise ConfigError(f"{path!r} is not an import path; write module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        with boundary(ConfigError, f"importing {path!r}"):
-            module = importlib.import_module(module_name)
-    except ConfigError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and module_name.startswith(cause.name or "?"):
-            raise ConfigError(
-                f"{path!r}: no module {cause.name!r} in {os.getcwd()} or among the installed packages"
-            ) from cause
-        raise
+    with boundary(ConfigError, f"importing {path!r} from {os.getcwd()} or the installed packages"):
+        module = importlib.import_module(module_name)
     if not hasattr(module, name):
         public = [item for item in vars(module) if not item.startswith("_")] or [""]
         nearest = nearest_name(name, public)
