@@ -1,15 +1,22 @@
 """Kept tokens travel with their rows: selection, concatenation, truncation, checkpoints, exchange.
 
-Files: ``records/tensors.py``.
+Files: ``records/rollout.py``, ``records/tensors.py``.
 """
 
 from __future__ import annotations
+
+import pickle
+from array import array
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from support.batches import token_batch
 from support.serialization import reloaded
 
-from groupwise.records import Experience, MicroBatch, OldAndRefLogps, TokenBatch
+from groupwise.mixins import logprob
+from groupwise.mixins.logprob import LogprobMixin
+from groupwise.records import Completion, Experience, MicroBatch, OldAndRefLogps, RolloutBatch, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
 from groupwise.records.serialization import host_copy
 
@@ -72,3 +79,39 @@ def test_rows_sent_to_another_rank_carry_theirs_alone():
     sent = host_copy(window.select([1, 2]))
     assert sent.sampling_mask[0].ids.untyped_storage().nbytes() == 4 * 3
     assert kept_of(reloaded(sent)) == [ROWS[1], None]
+
+
+def test_numbers_of_a_completion_are_lists_for_readers_and_arrays_in_memory(tmp_path):
+    given = {"logps": [-0.5, -1.25], "versions": [3, 4]}
+    packed = Completion([5, 6], logps=array("d", given["logps"]), versions=array("i", given["versions"]))
+    assert packed == Completion([5, 6], **given) and packed != Completion([5, 6])
+    assert type(packed.logps) is list and [*packed.versions] == [3, 4]
+    assert Completion([5, 6], **given).logps is given["logps"]  # a list stays the object that was given
+    assert Completion([5]).logps is None and Completion([5]).versions is None
+    assert [type(value) for value in vars(pickle.loads(pickle.dumps(packed))).values()].count(array) == 2
+    # What files contain: lists.
+    assert vars(host_copy(packed)) == vars(host_copy(Completion([5, 6], **given)))
+    assert reloaded(packed) == packed and replace(packed, truncated=True).logps == given["logps"]
+
+
+def test_padded_log_probs_are_read_without_lists(monkeypatch):
+    rows = [array("d", [-0.5, -1.25]), [-2.0]]
+    rollouts = RolloutBatch(
+        [{}] * 2, [""] * 2, [[4]] * 2, [Completion([5] * len(row), logps=row) for row in rows], [""] * 2
+    )
+    collated, padded = LogprobMixin(), []
+    collated.accelerator = SimpleNamespace(device=torch.device("cpu"), process_index=0)
+    collated.processing_class = SimpleNamespace(pad_token_id=0)
+    collated.args = SimpleNamespace(
+        pad_to_multiple_of=None, mask_truncated_completions=False, use_liger_kernel=False
+    )
+    pad = logprob.pad_sequences
+
+    def kept(rows, *given, **more):
+        padded.append(rows)
+        return pad(rows, *given, **more)
+
+    monkeypatch.setattr(logprob, "pad_sequences", kept)
+    logps_BT = collated.collate(rollouts).sampler_logps_BT
+    assert torch.allclose(logps_BT, torch.tensor([[-0.5, -1.25], [-2.0, torch.nan]]), equal_nan=True)
+    assert [type(row) for row in next(rows for rows in padded if rows[1] == [-2.0])] == [array, list]

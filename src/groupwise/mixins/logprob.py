@@ -74,7 +74,8 @@ class LogprobMixin:
         sampler_logps_BT = None  # without a separate sampler, which the loss would correct for
         if any(completion.logps is not None for completion in completions):
             # NaN for completions without log-probs and on padding.
-            logps = [each.logps or [math.nan] * len(each.token_ids) for each in completions]
+            # vars: arrays stay arrays.
+            logps = [vars(each)["logps"] or [math.nan] * len(each.token_ids) for each in completions]
             sampler_logps_BT = pad_sequences(logps, math.nan, dtype=torch.float32, **pad)
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -38,6 +39,20 @@ def runs_of_ones(mask: Sequence[int]) -> tuple[Span, ...]:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
+class _Numbers:
+    """Field that reads as a list of numbers, and keeps an array that it was given: 8 bytes each, not 32."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: Any, owner: type | None = None) -> Any:
+        value = None if record is None else vars(record)[self.name]  # None: the default of the field
+        return value.tolist() if isinstance(value, array) else value
+
+    def __set__(self, record: Any, value: Any) -> None:
+        vars(record)[self.name] = value
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled completion of C tokens.
@@ -48,7 +63,7 @@ class Completion:
 
     token_ids: tokens after the prompt, with the end token if there is one.
     logps: log-probs under the sampling distribution, NaN for a token without one; None: the sampler is the
-        policy itself, or reported none.
+        policy itself, or reported none. As ``versions`` a new list each time if an array was given.
     loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
     truncated: the length limit ended the completion, not an end token.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.
@@ -66,10 +81,10 @@ class Completion:
     """
 
     token_ids: list[int]
-    logps: list[float] | None = None
+    logps: list[float] | None = _Numbers()  # type: ignore[assignment]
     loss_mask: list[int] | None = None
     truncated: bool = False
-    versions: list[int] | None = None
+    versions: list[int] | None = _Numbers()  # type: ignore[assignment]
     weight_digest: str | None = None
     sampling_mask: SamplingMask | None = None
     dropped: bool = False

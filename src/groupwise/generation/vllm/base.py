@@ -7,8 +7,9 @@ import io
 import math
 import zlib
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, TypeAlias
 
@@ -147,9 +148,9 @@ def make_completion(
     logps_T = np.asarray(logps, dtype=np.float64)
     return Completion(
         [*map(_IDS.setdefault, token_ids, token_ids)],
-        logps=np.where(logps_T > NO_LOGPROB, logps_T, math.nan).tolist(),
+        logps=array("d", np.where(logps_T > NO_LOGPROB, logps_T, math.nan).tobytes()),  # type: ignore[arg-type]
         truncated=finish_reason == "length",
-        versions=list(versions),
+        versions=array("i", versions),  # type: ignore[arg-type]
         sampling_mask=sampling_mask,
     )
 
@@ -347,7 +348,8 @@ class VLLMBackend(GenerationBackend):
     def with_digest(self, completion: Completion) -> Completion:
         """Return a completion with the digests of the weights that sampled it, if all are known."""
         digests = [self.weight_digests.get(one, "") for one in dict.fromkeys(completion.versions or ())]
-        return replace(completion, weight_digest=("+".join(digests) if all(digests) else "") or None)
+        whole = ("+".join(digests) if all(digests) else "") or None
+        return Completion(**{**vars(completion), "weight_digest": whole})  # arrays stay arrays
 
     def make_requests(
         self,
