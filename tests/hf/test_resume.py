@@ -579,29 +579,6 @@ def test_runs_that_save_nothing_do_not_share_a_directory_either(tmp_path: Path) 
     assert _names(tmp_path) == ["checkpoint-7"]
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["train", "evaluate"])
-def test_an_evaluation_in_the_directory_of_another_run_is_refused(tmp_path: Path, trains: bool) -> None:
-    """It would add its metrics to those of the other run."""
-    inner = make_trainer(tmp_path, save_strategy="no")
-    refused = []
-
-    class Inner(TrainerCallback):
-        def on_log(self, *_: Any, **__: Any) -> None:
-            for call in (inner.evaluate, lambda: inner.predict(inner.eval_dataset)):
-                with pytest.raises(ConfigError, match="is used by another run"):
-                    call()
-            refused.append((tmp_path / "_run.lock").exists())
-
-    run = make_trainer(tmp_path, max_steps=1, save_strategy="no")
-    run.add_callback(Inner())
-    (tmp_path / "checkpoint-7").mkdir()  # an evaluation moves none
-    run.train() if trains else run.evaluate()
-    assert refused and all(refused)
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == len(refused)
-    inner.evaluate()  # after the end of the other one
-    assert _names(tmp_path) == ["checkpoint-7"]
-
-
 def test_an_evaluation_without_write_access_returns_its_metrics(tmp_path: Path, caplog: Any) -> None:
     """The directory is gone when it evaluates, as on a file system that became read-only."""
     expected = make_trainer(tmp_path / "elsewhere").evaluate()
@@ -609,7 +586,7 @@ def test_an_evaluation_without_write_access_returns_its_metrics(tmp_path: Path, 
     (tmp_path / "out").rmdir()
     (tmp_path / "out").write_text("a file in its place")
     assert run.evaluate()["eval_reward"] == expected["eval_reward"]
-    assert "no metrics and rollouts are written" in caplog.text
+    assert "metrics.jsonl: the metrics of step 0 was not written" in caplog.text
 
 
 def _fail_at(step: int) -> Any:

@@ -74,8 +74,8 @@ class BaseTrainer(Trainer):
     ``train``                             5.2    state of an earlier run is dropped
     ``training_step``                     5.2    after an out-of-memory error, smaller pieces
     ``log``                               5.2    training logs also contain the metrics of all ranks
-    ``evaluate``                          5.2    the output directory, into which it writes, is locked
-    ``predict``                           5.2    the same
+    ``evaluate``                          5.2    one of another dataset leaves the evaluation that is due
+    ``predict``                           5.2    its completions are reported without a log
     ``evaluation_loop``                   5.2    its metrics also contain those of generation and rewards
     ``get_train_dataloader``              5.2    its items are counted; a run reads ``prompts``
     ``_get_train_sampler``                5.2    the order is that of groups
@@ -346,17 +346,15 @@ class BaseTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate; outside of training, the output directory is locked for the evaluation."""
+        """Evaluate; an evaluation of a given dataset leaves the one that is due."""
         due = self.control.should_evaluate and eval_dataset is not None  # that of another dataset
-        with self.run_directory.claimed(saves=False):
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self.control.should_evaluate = due
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """Evaluate as ``evaluate`` does, without a log."""
-        with self.run_directory.claimed(saves=False):
-            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
         self._report_completions()
         return output
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class RunDirectory:
-    """``output_dir`` of a run: locked while the run trains or evaluates; one that saves moves others' aside.
+    """``output_dir`` of a run: locked while the run trains; one that saves moves others' checkpoints aside.
 
     The operating system ends the lock with its process; its file stays.
 
@@ -101,23 +101,14 @@ class RunDirectory:
                 self._saves = None
 
     @contextmanager
-    def claimed(self, *, saves: bool = True) -> Iterator[None]:
-        """Have the lock: for the block, or within another one until the end of that.
-
-        Args:
-            saves: False: no checkpoint is moved aside, and a directory without write access is a warning.
+    def claimed(self) -> Iterator[None]:
+        """Have the lock for the block, to save; before the first time, move the checkpoints of others aside.
 
         Raises:
             ConfigError: another run has the lock.
         """
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(self._locked())
-            except OSError as cause:
-                if saves:
-                    raise
-                logger.warning("output_dir=%r: no metrics and rollouts are written (%s)", self.path, cause)
-            if saves and self._saves is False:
+        with self._locked():
+            if self._saves is False:
                 self._saves = True
                 self.move_aside()
             yield
