@@ -58,8 +58,6 @@ class RunDirectory:
         self.is_staging = False
         self._saves: bool | None = None  # None: outside of open()
         self._is_locked = False
-        self._lock: FileLock | None = None
-        self._process = 0  # that has the lock; a fork of it must not release it
 
     @property
     def path(self) -> Path:
@@ -136,26 +134,24 @@ class RunDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        is_outermost = not self._is_locked
+        if self._is_locked:
+            yield
+            return
+        lock, process = FileLock(self.path / _LOCK), os.getpid()
         try:
-            if is_outermost:
-                self._process = os.getpid()
-                self.on_savers(self._acquire)
-                self._is_locked = True
+            self.on_savers(lambda: self._acquire(lock))
+            self._is_locked = True
             yield
         finally:
-            if is_outermost and self._process == os.getpid():
-                if self._lock is not None:
-                    self._lock.release()
-                self._lock, self._is_locked = None, False
+            if os.getpid() == process:  # else a fork of it
+                lock.release()
+                self._is_locked = False
 
-    def _acquire(self) -> None:
+    def _acquire(self, lock: FileLock) -> None:
         """Lock the directory, and delete what a killed run staged."""
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / _LOCK)
         try:
             lock.acquire(timeout=0)
-            self._lock = lock
         except Timeout:
             raise ConfigError(
                 f"output_dir={str(self.path)!r} is used by another run, and two would mix their metrics and "
