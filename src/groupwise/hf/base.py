@@ -35,7 +35,7 @@ from groupwise.distributed import RankStages, is_sharded
 from groupwise.errors import ConfigError, TrainingError, checked_entries
 from groupwise.hf import checkpointing
 from groupwise.hf.arguments import averages_weights, check_optimizer, check_processes, unwrapped_optimizer
-from groupwise.hf.callbacks import CheckpointingCallback, FlagAgreementCallback, SyncRefModelCallback
+from groupwise.hf.callbacks import FlagAgreementCallback, SyncRefModelCallback
 from groupwise.hf.out_of_memory import OutOfMemorySplitter
 from groupwise.hf.run_directory import RunDirectory, checkpoints
 from groupwise.hf.step_state import Stateful, StepState
@@ -649,7 +649,7 @@ def _add_callbacks(trainer: BaseTrainer, args: GRPOConfig) -> None:
 
         trainer.add_callback(RolloutFiles(trainer))  # type: ignore[arg-type]
     if trainer.recomputation is not None:
-        trainer.add_callback(CheckpointingCallback(trainer.recomputation))
+        trainer.add_callback(trainer.recomputation)
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(trainer.reference, args, trainer.accelerator))
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.policy.recomputation import SelectiveRecomputation
 from groupwise.policy.reference import Reference
 
 logger = logging.getLogger(__name__)
@@ -68,20 +67,3 @@ class FlagAgreementCallback(TrainerCallback):
                 setattr(control, flag, count > 0)
 
     on_substep_end = on_epoch_end = on_log = on_evaluate = on_save = _agree
-
-
-class CheckpointingCallback(TrainerCallback):
-    """Choose the layers that are recomputed, once ``Trainer.train`` has enabled gradient checkpointing."""
-
-    def __init__(self, recomputation: SelectiveRecomputation) -> None:
-        self.recomputation = recomputation
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.recomputation.install(kwargs["model"])
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.recomputation.begin(args.device)

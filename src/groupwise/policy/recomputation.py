@@ -27,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import TrainerCallback, TrainingArguments
 
 from groupwise.compat.transformers import checkpointed_layers, set_checkpoint_function
 from groupwise.config.grpo_config import GRPOConfig
@@ -42,7 +43,7 @@ _MEMORY_FILES = {
 }
 
 
-class SelectiveRecomputation:
+class SelectiveRecomputation(TrainerCallback):
     """Choice of the layers of each micro-batch whose activations are kept.
 
     Args:
@@ -57,6 +58,12 @@ class SelectiveRecomputation:
         self.room: float | None = None
         self._num_layers = 0
         self._tokens, self._bytes = 0, 0.0  # of the largest micro-batch seen, and what one layer keeps of it
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.install(kwargs["model"])  # Trainer.train has enabled gradient checkpointing
+
+    def on_step_end(self, args: TrainingArguments, *given: Any, **kwargs: Any) -> None:
+        self.begin(args.device)
 
     def install(self, model: nn.Module) -> None:
         """Wrap the checkpoint function of every layer; gradient checkpointing must be enabled."""
