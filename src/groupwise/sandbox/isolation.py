@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import itertools
 import math
 import multiprocessing
 import os
@@ -110,7 +109,6 @@ class _Isolated:
         self.__name__ = reward_name(reward)
         self.on_error = on_error
         self.lock = threading.Lock()
-        self.numbers = itertools.count()
         # Workers descend from this process, which has no model, no threads and no GPU.
         self.connection, theirs = multiprocessing.Pipe()
         _fork(_serve, theirs, self.connection, reward, timeout, processes)
@@ -140,14 +138,11 @@ class _Isolated:
         return [result.reward for result in results]
 
     def _exchange(self, rows: list[bytes]) -> list[RowResult]:
-        """Send rows and return their results; a call that was given up does not disturb the next one."""
+        """Send rows and return their results; one call at a time, also if its caller was interrupted."""
         with self.lock:
-            number = next(self.numbers)
             try:
-                self.connection.send((number, rows))
-                answered, pickled = self.connection.recv()
-                while answered != number:
-                    answered, pickled = self.connection.recv()
+                self.connection.send(rows)
+                pickled = self.connection.recv()
             except (EOFError, OSError) as error:
                 raise RewardError("the process that starts isolated rewards has ended") from error
         return [_unpickled(result) for result in pickled]
@@ -205,17 +200,17 @@ def _serve(
     timeout: float | None,
     processes: int,
 ) -> None:
-    """Answer each numbered list of rows with a list of results, until the trainer ends."""
+    """Answer each list of rows with a list of results, until the trainer ends."""
     trainers_end.close()  # an open copy would hide the end of the trainer
     os.setsid()  # an interrupt of the terminal is handled by the trainer; workers are killed as a group
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a collection in a worker would copy the memory of everything that is imported here
     try:
         while True:
-            number, rows = connection.recv()
+            rows = connection.recv()
             with tempfile.TemporaryDirectory(prefix="groupwise-") as directory:
                 results = _score_rows(reward, rows, directory, timeout, processes, connection)
-            connection.send((number, results))
+            connection.send(results)
     except (EOFError, OSError):  # the trainer has ended
         os.killpg(0, signal.SIGKILL)
 
