@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -163,7 +162,7 @@ class _Output:
 
     def result(self) -> bytes:
         """Return the output after the process has ended, with all processes that it started."""
-        self.thread.join(5)  # a process that outlived its launcher may hold the pipe open
+        self.thread.join()
         return bytes(self.content[: self.limit])
 
 
@@ -175,12 +174,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:
         return ""
     finally:
         if process.poll() is None:
-            # SIGTERM first: only the launcher can kill processes that left its process group.
-            process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.kill()  # the kernel kills the program and its processes with it
+            process.wait()
             if process.stderr is not None:
                 process.stderr.close()
