@@ -278,7 +278,7 @@ def test_the_bar_is_cleared_while_printing(capsys):
 def api(monkeypatch):
     """A real client without a server: nothing listens on the discard port of this machine."""
     client = HfApi(endpoint="http://127.0.0.1:9")
-    monkeypatch.setattr(completions, "_api", lambda: client)
+    monkeypatch.setattr(completions, "_API", client)
     return client
 
 
@@ -313,7 +313,7 @@ def test_an_unreachable_hub_is_a_warning(api, tmp_path, caplog, make_args, make_
         report_completions([make_row()], 3, args, str(tmp_path))
         api.run_as_future(lambda: None).result()
     (record,) = [record for record in caplog.records if record.name == "groupwise.reporting.completions"]
-    assert "were not uploaded to the dataset someone/texts" in record.getMessage()
+    assert "the dataset someone/texts of completions was not written" in record.getMessage()
     assert "hf_abc" not in caplog.text
     assert (tmp_path / "completions" / "completions_00003.parquet").exists()
 

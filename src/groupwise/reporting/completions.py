@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import unicodedata
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 logger = logging.getLogger(__name__)
+
+_API = HfApi()  # background jobs of one client run in order
 
 #: Printed rows where ``num_completions_to_print`` is None, and characters of a printed text.
 FEW, PRINTED = 4, 600
@@ -89,8 +90,8 @@ def report_completions(
             write_parquet({**table, **message_columns(rows)}, path, reward_columns(table))
         log_completions(rows, table, kind, step, args.report_to or [])
         if args.log_completions_hub_repo:
-            api, repo = _api(), args.log_completions_hub_repo
-            api.run_as_future(_push, api, folder, repo, mode, args.hub_token, args.hub_private_repo)
+            repo = args.log_completions_hub_repo
+            _API.run_as_future(_push, _API, folder, repo, mode, args.hub_token, args.hub_private_repo)
 
 
 def first_of_each_prompt(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
@@ -196,19 +197,13 @@ def _arrow_column(values: Sequence[Any], numeric: bool) -> pa.Array:
     return pa.array([None if value is None else str(value) for value in values], pa.string())
 
 
-@functools.cache
-def _api() -> HfApi:
-    """Return the shared client: background jobs of one client run in order."""
-    return HfApi()
-
-
 def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, private: bool | None) -> None:
     """Upload the parquet files of ``folder`` to the directory ``mode`` of a dataset; errors are warnings.
 
     Each call uploads the whole folder: the Hub skips files that it already has, and files missed by a failed
     upload are included in the next one. The interpreter waits for pending uploads at exit.
     """
-    try:
+    with log_boundary(logger, f"the dataset {repo} of completions"):
         api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True, token=token)
         api.upload_folder(
             repo_id=repo,
@@ -219,5 +214,3 @@ def _push(api: HfApi, folder: Path, repo: str, mode: str, token: str | None, pri
             commit_message="Add completions",
             token=token,
         )
-    except Exception as error:
-        logger.warning("completions were not uploaded to the dataset %s: %s", repo, error)

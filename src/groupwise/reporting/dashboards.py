@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from groupwise.errors import log_boundary
 from groupwise.reporting.table import CompletionRow, PlainMessage, Table
 from groupwise.tokenization.text import replace_surrogates
 
@@ -32,11 +33,9 @@ def log_completions(
         module = sys.modules.get(name)
         if name not in report_to or module is None:
             continue
-        try:
+        with log_boundary(logger, f"the completions of step {step} in {name}"):
             if is_active(module):
                 module.log({key: shown(module, rows, table), "train/global_step": step})
-        except Exception as error:
-            logger.warning("completions of step %d were not logged to %s: %r", step, name, error)
 
 
 def _images(module: ModuleType, row: CompletionRow) -> list[Any]:
