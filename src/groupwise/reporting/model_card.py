@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
 from groupwise.compat.transformers import name_or_path
-from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.settings import card_settings
 
 _TEMPLATE = """\
@@ -48,9 +47,9 @@ completion is its reward compared with the rewards of its group.
 | {{ setting }} | {{ value }} |
 {% endfor %}
 ## Framework versions
-{% for package, version in versions.items() %}
-- {{ package }}: {{ version }}
-{%- endfor %}
+
+- transformers: {{ transformers }}
+- torch: {{ torch }}
 
 ## Citation
 
@@ -70,27 +69,22 @@ GRPO was introduced in [DeepSeekMath](https://arxiv.org/abs/2402.03300):
 """
 
 
-def model_card(
-    *,
-    model_name: str,
-    base_model: str | None,
-    dataset_name: str | None,
-    tags: Sequence[str],
-    args: GRPOConfig,
-    versions: Mapping[str, str],
-) -> str:
-    """Return the model card: Markdown with a YAML header, the ``README.md`` of a Hub repository.
+def write_model_card(
+    trainer: Any, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
+) -> None:
+    """Write the model card, Markdown with a YAML header, as ``README.md`` to the output directory.
 
     Local directories are never shown in full: the header omits them as base model or dataset, and the text
-    shows their last component. Only numbers, flags and names of methods are read from ``args``.
+    shows their last component. Only numbers, flags and names of methods are read from the settings.
 
     Args:
-        model_name: title; also the model of the quick start unless ``args.hub_model_id`` is set.
-        base_model: Hub id, local directory or None.
+        model_name: title; default: the last component of the output directory. Also the model of the quick
+            start unless ``hub_model_id`` is set.
         dataset_name: Hub id, local directory or None.
         tags: added to groupwise, grpo and generated_from_trainer.
     """
-    name = public_name(model_name)
+    args, directory = trainer.args, Path(str(trainer.args.output_dir))
+    name, base_model = public_name(model_name or directory.name), name_or_path(trainer.model.config)
     shown = {**card_settings(args), "world_size": args.world_size}
     data = ModelCardData(
         library_name="transformers",
@@ -107,10 +101,12 @@ def model_card(
         base_model_link=_link(base_model, "https://huggingface.co/"),
         dataset_link=_link(dataset_name, "https://huggingface.co/datasets/"),
         hub_model=args.hub_model_id or name,
-        settings={name: _escape(value) for name, value in shown.items()},
-        versions=versions,
+        settings={name: str(value).replace("|", "\\|") for name, value in shown.items()},
+        transformers=transformers.__version__,
+        torch=torch.__version__,
     )
-    return str(card)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "README.md").write_text(str(card), encoding="utf-8")
 
 
 def _is_local(name: str) -> bool:
@@ -127,29 +123,3 @@ def _link(name: str | None, site: str) -> str | None:
     if not name:
         return None
     return f"`{public_name(name)}`" if _is_local(name) else f"[{name}]({site}{name})"
-
-
-def _escape(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def write_model_card(
-    trainer: Any, model_name: str | None, dataset_name: str | None, tags: Sequence[str]
-) -> None:
-    """Write the model card as ``README.md`` to the output directory.
-
-    Args:
-        model_name: title; default: the last component of the output directory.
-        tags: further tags.
-    """
-    directory = Path(str(trainer.args.output_dir))
-    card = model_card(
-        model_name=model_name or directory.name,
-        base_model=name_or_path(getattr(trainer.model, "config", None)) or None,
-        dataset_name=dataset_name,
-        tags=tags,
-        args=trainer.args,
-        versions={"transformers": transformers.__version__, "torch": torch.__version__},
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "README.md").write_text(card, encoding="utf-8")
