@@ -9,7 +9,7 @@ import torch
 from support.iterative_runs import reward_model
 from support.resume_runs import tokenizer
 
-from groupwise.commands.iterative.iterative_config import REWARD_OBJECTIVES
+from groupwise.commands.iterative.iterative_config import REWARD_OBJECTIVES, IterativeConfig
 from groupwise.commands.iterative.reward_training import (
     EXAMPLES,
     Example,
@@ -21,6 +21,11 @@ from groupwise.commands.iterative.reward_training import (
     with_replay,
 )
 from groupwise.rewards.runtime.models import RewardModel
+
+
+def settings(epochs: int) -> IterativeConfig:
+    return IterativeConfig(1, reward_learning_rate=1e-2, reward_batch_size=2, reward_epochs=epochs)
+
 
 TEXTS = ["say a", "say eee", "say xyzzy", "say o"]
 
@@ -77,7 +82,7 @@ def test_the_loss_is_that_of_scalar_loops(objective):
 def test_training_lowers_the_loss_on_its_examples_and_ranks_them(objective):
     judge = scorer()
     examples = EXAMPLES[objective](TEXTS, [0.0, 1.0, 1.0, 0.0])
-    found = train_reward_model(judge, examples, learning_rate=1e-2, batch_size=2, epochs=10)
+    found = train_reward_model(judge, examples, settings(epochs=10))
     assert found["num_examples"] == len(examples)
     assert found["loss_after"] < 0.5 * found["loss_before"]
     bad, good, also_good, also_bad = judge(prompts=[""] * 4, completions=TEXTS)
@@ -89,9 +94,9 @@ def test_frozen_weights_stay_and_no_examples_change_nothing():
     judge = scorer()
     judge.model.model.requires_grad_(False)
     before = {name: value.clone() for name, value in judge.model.state_dict().items()}
-    found = train_reward_model(judge, [], learning_rate=1e-2, batch_size=2, epochs=3)
+    found = train_reward_model(judge, [], settings(epochs=3))
     assert math.isnan(found["loss_before"]) and found["num_examples"] == 0
     examples = pairwise_examples(TEXTS, [0.0, 1.0, 1.0, 0.0])
-    train_reward_model(judge, examples, learning_rate=1e-2, batch_size=2, epochs=1)
+    train_reward_model(judge, examples, settings(epochs=1))
     changed = [n for n, value in judge.model.state_dict().items() if not torch.equal(value, before[n])]
     assert changed == ["score.weight"]

@@ -196,13 +196,7 @@ class IterativeGRPO:
         self.trainer.rng.seed(self.trainer.args.seed + iteration + self.trainer.args.process_index)
         fresh = self._sample_examples(iteration)
         examples = with_replay(fresh, self.history, settings.replay_share, self.trainer.args.seed + iteration)
-        metrics = train_reward_model(
-            self.scorer,
-            examples,
-            learning_rate=settings.reward_learning_rate,
-            batch_size=settings.reward_batch_size,
-            epochs=settings.reward_epochs,
-        )
+        metrics = train_reward_model(self.scorer, examples, settings)
         if accelerator.num_processes > 1:  # every rank trained on all examples; dropout may differ
             for tensor in self.scorer.model.state_dict().values():
                 tensor.copy_(broadcast(tensor))

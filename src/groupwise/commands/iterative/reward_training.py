@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.rewards.runtime.models import RewardModel
 
 
@@ -86,18 +87,19 @@ def mean_loss(scorer: RewardModel, examples: Sequence[Example], batch_size: int)
 
 
 def train_reward_model(
-    scorer: RewardModel, examples: Sequence[Example], *, learning_rate: float, batch_size: int, epochs: int
+    scorer: RewardModel, examples: Sequence[Example], settings: IterativeConfig
 ) -> dict[str, Any]:
     """Train the reward model on examples in their order with AdamW; a new optimizer in each call.
 
     Returns:
         ``loss_before`` and ``loss_after``, means over the examples, and ``num_examples``.
     """
+    batch_size = settings.reward_batch_size
     before = mean_loss(scorer, examples, batch_size)
     parameters = [parameter for parameter in scorer.model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=settings.reward_learning_rate, weight_decay=0.0)
     scorer.model.train()
-    for _ in range(epochs):
+    for _ in range(settings.reward_epochs):
         for start in range(0, len(examples), batch_size):
             example_loss(scorer, examples[start : start + batch_size]).backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
