@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.compat.accelerate import shared_states
 from groupwise.errors import BackendError, TrainingError
-from groupwise.random_state import get_state, set_state
+from groupwise.random_state import get_state, preserved_state, set_state
 from groupwise.threads import start_thread
 
 
@@ -52,7 +52,8 @@ class TurnThread:
         """
         if self.has_ended:
             raise TrainingError(f"run {self.name!r} has ended and gets no further turn")
-        with self.random(), preserved_accelerate():
+        with preserved_state(), preserved_accelerate():
+            set_state(self._random)
             _set_accelerate_state(self._accelerate)
             if self._has_started:
                 self._turns.put(answer)
@@ -60,7 +61,7 @@ class TurnThread:
                 self._has_started = True
                 start_thread(self._run, self.name)
             given = self._pauses.get()
-            self._accelerate = _accelerate_state()
+            self._random, self._accelerate = get_state(), _accelerate_state()
         return given
 
     def pause(self, given: Any = None) -> Any:
@@ -78,17 +79,6 @@ class TurnThread:
         if isinstance(answer, BaseException):
             raise answer
         return answer
-
-    @contextmanager
-    def random(self) -> Iterator[None]:
-        """Context manager in which the caller draws from the generators of this thread."""
-        before = get_state()
-        set_state(self._random)
-        try:
-            yield
-        finally:
-            self._random = get_state()
-            set_state(before)
 
     def close(self) -> None:
         """End a thread that waits for its turn: its :meth:`pause` raises, and this waits for its end."""
