@@ -114,13 +114,12 @@ class SweepRun:
     def is_active(self) -> bool:
         return self.status in ("waiting", "running", "stopping")
 
-    def train(self) -> Any:
+    def train(self) -> None:
         """Body of the thread: train, and save the last adapter in the output directory."""
         assert self.trainer is not None
-        result = self.trainer.train(resume_from_checkpoint=self.resume_from)
+        self.trainer.train(resume_from_checkpoint=self.resume_from)
         if not self.trainer.run_directory.has_result():
             self.trainer.save_model()
-        return result
 
     def save_step(self) -> None:
         """Write a checkpoint of the last optimizer step, in the thread that waits, or raise its error."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from groupwise.compat.accelerate import shared_states
-from groupwise.errors import BackendError, TrainingError
+from groupwise.errors import BackendError
 from groupwise.random_state import get_state, preserved_state, set_state
 from groupwise.threads import start_thread
 
@@ -28,13 +28,11 @@ class TurnThread:
         function: body of the thread; the present global state is its first one.
 
     Attributes:
-        result: of the function, once ``has_ended`` is True.
         error: exception that ended it.
     """
 
     def __init__(self, name: str, function: Callable[[], Any]) -> None:
         self.name, self.function = name, function
-        self.result: Any = None
         self.error: BaseException | None = None
         self.has_ended, self._has_started = False, False
         self._turns: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -46,12 +44,7 @@ class TurnThread:
 
         Args:
             answer: result of the :meth:`pause` in which the thread waits; an exception is raised there.
-
-        Raises:
-            TrainingError: the thread has ended.
         """
-        if self.has_ended:
-            raise TrainingError(f"run {self.name!r} has ended and gets no further turn")
         with preserved_state(), preserved_accelerate():
             set_state(self._random)
             _set_accelerate_state(self._accelerate)
@@ -87,7 +80,7 @@ class TurnThread:
 
     def _run(self) -> None:
         try:
-            self.result = self.function()
+            self.function()
         except BaseException as error:
             self.error = error
         finally:
