@@ -3,9 +3,15 @@
 A server in another process answers every request with one recorded response in vLLM's format. No model runs.
 Processor time is that of this process, so that other load on the machine matters little; the longest stall
 is the wall-clock time that the main thread could not run while the responses arrive, and does depend on it.
+Of the stalls, the processor time of the client is given, too.
+
+``--library trl`` measures TRL's client, and its trainer's steps from the response to padded tensors: as lines
+of this file, because they are parts of long methods. ``--processes`` runs as many measurements at once, each
+with its own completions and server, and reports the most of all.
 
     OMP_NUM_THREADS=1 python benchmarks/host_cost.py --completions 64 --length 4096
-    python benchmarks/host_cost.py --completions 64 --length 16384 --group 1 --candidates 2
+    python benchmarks/host_cost.py --completions 64 --length 16384 --group 1 --candidates 2 --files
+    python benchmarks/host_cost.py --completions 64 --length 4096 --library trl
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ import json
 import multiprocessing
 import random
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -49,6 +57,31 @@ def response(length: int, group: int, candidates: int, mask: int) -> bytes:
         )
     whole = {"request_id": "recorded", "choices": choices, "prompt_logprobs": None, "prompt_token_ids": None}
     return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def trl_response(length: int, completions: int) -> bytes:
+    """Return the response to TRL's request for all prompts, as vLLM's route of completions writes it."""
+    draw, choices = random.Random(0), []
+    for index in range(completions):
+        tokens = [draw.randrange(4, VOCABULARY) for _ in range(length)]
+        logps = [-draw.random() * 3 for _ in tokens]
+        names = [f"token_id:{token}" for token in tokens]
+        logprobs = {
+            **{"text_offset": [0] * length, "token_logprobs": logps, "tokens": names},
+            "top_logprobs": [{name: logp} for name, logp in zip(names, logps, strict=True)],
+        }
+        choices.append(
+            {
+                **{"index": index, "text": "", "logprobs": logprobs, "finish_reason": "length"},
+                **{
+                    "stop_reason": None,
+                    "token_ids": tokens,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": [5, 6],
+                },
+            }
+        )
+    return json.dumps({"id": "recorded", "choices": choices}, separators=(",", ":")).encode()
 
 
 def serve(text: bytes, port: Any) -> None:
@@ -100,6 +133,35 @@ def resident() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+class Clock:
+    """Processor time and resident bytes per token of each phase, from :meth:`start` on."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens, self.start_bytes = num_tokens, resident()
+        self.phases, self.memory = dict[str, float](), dict[str, float]()
+
+    def start(self) -> None:
+        self.start_bytes = resident()
+
+    def phase(self, name: str, run: Callable[[], Any]) -> Any:
+        before = time.process_time()
+        result = run()
+        self.phases[name] = (time.process_time() - before) / self.num_tokens * 1e6
+        self.memory[name] = (resident() - self.start_bytes) / self.num_tokens
+        return result
+
+    def peak(self) -> float:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return (most - self.start_bytes) / self.num_tokens
+
+    def results(self) -> dict[str, Any]:
+        return {
+            "tokens": self.num_tokens,
+            "microseconds per token": {**self.phases, "in all": sum(self.phases.values())},
+            "resident bytes per token after": dict(self.memory),
+        }
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Return µs and bytes per token by phase, and the longest stall of the main thread in ms."""
     import torch
@@ -123,17 +185,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     vars(of_logprobs).update(shared)
     num_requests = given.completions // given.group
     num_tokens = num_requests * given.group * given.length
-    phases: dict[str, float] = {}
-    memory: dict[str, float] = {}
-    start_bytes = resident()
-
-    def phase(name: str, run: Callable[[], Any]) -> Any:
-        before = time.process_time()
-        result = run()
-        phases[name] = (time.process_time() - before) / num_tokens * 1e6
-        memory[name] = (resident() - start_bytes) / num_tokens
-        return result
-
+    clock = Clock(num_tokens)
+    phase = clock.phase
     stalls: list[tuple[float, float]] = []  # seconds, and processor time of the client in them
     text = response(given.length, given.group, given.candidates, given.mask)
     warm_up = response(100, 1, given.candidates, given.mask)
@@ -145,7 +198,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 params = {"n": 1, "max_tokens": 100, "logprobs": given.candidates}
                 servers.submit(Request([5, 6], range(1), 0, 100), params).result()
                 servers.close()
-        start_bytes = resident()
+        clock.start()
         params = {"n": given.group, "max_tokens": given.length, "logprobs": given.candidates}
 
         def receive() -> list[Any]:
@@ -155,11 +208,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             ]
             waiting = threading.Event()
             (client,) = [one.ident for one in threading.enumerate() if one.name == "vllm-client"]
-            clock = time.pthread_getcpuclockid(client)
-            last, busy = time.perf_counter(), time.clock_gettime(clock)
-            while not all(future.done() for future in futures):
+            of_client = time.pthread_getcpuclockid(client)
+            last, busy = time.perf_counter(), time.clock_gettime(of_client)
+            while not all(future.done() for future in reversed(futures)):  # ends at the first that is not
                 waiting.wait(0.002)
-                now, used = time.perf_counter(), time.clock_gettime(clock)
+                now, used = time.perf_counter(), time.clock_gettime(of_client)
                 stalls.append((now - last - 0.002, used - busy))
                 last, busy = now, used
             return [one for future in futures for one in future.result()]
@@ -175,19 +228,88 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     phase("metrics", lambda: rollout_metrics(rollouts, 0))
     tokens = phase("collate", lambda: of_logprobs.collate(rollouts))
     assert int(tokens.loss_mask_BT.sum()) == num_tokens
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start_bytes
+    peak = clock.peak()
+    results = clock.results()
+    if given.files:
+        results |= {"files": measure_files(clock, rollouts, tokens, given.group)}
     return {
-        "given": vars(given),
-        "tokens": num_tokens,
         "response bytes per token": len(text) / given.group / given.length,
-        "microseconds per token": {**phases, "in all": sum(phases.values())},
-        "resident bytes per token after": memory,
-        "peak bytes per token": peak / num_tokens,
+        **results,
+        "peak bytes per token": peak,
         "longest stall ms": 1e3 * max(stalls)[0],
         "five longest stalls ms": [1e3 * stall for stall, _ in sorted(stalls)[-5:]],
         "processor ms of the client in them": [1e3 * used for _, used in sorted(stalls)[-5:]],
         "longest stall in processor ms of the client": 1e3 * max(min(pair) for pair in stalls),
     }
+
+
+def measure_files(clock: Clock, rollouts: Any, tokens: Any, group: int) -> dict[str, float]:
+    """Return bytes per token of the file of a generation, and of the tensors that a checkpoint contains."""
+    import torch
+
+    from groupwise.records import Experience, OldAndRefLogps, RewardBatch
+    from groupwise.reporting.rollout_files import RolloutFiles, saved
+
+    num_rows = len(rollouts)
+    rewards = RewardBatch(torch.zeros(num_rows, 1), torch.ones(1), group, local=slice(0, num_rows))
+    experience = Experience.from_tokens(
+        tokens, torch.zeros(num_rows), OldAndRefLogps(tokens.old_logps_BT, None)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        args = SimpleNamespace(output_dir=folder, process_index=0)
+        files = RolloutFiles(SimpleNamespace(args=args))
+        state: Any = SimpleNamespace(global_step=0)
+        write = lambda: files.on_generation_end(args, state, None, rollouts, rewards)  # type: ignore  # noqa: E731
+        clock.phase("rollout file", write)
+        (file,) = files.folder.glob("*.gz")
+        size = file.stat().st_size
+    checkpoint = clock.phase("checkpoint", lambda: saved(experience))
+    names = ("rollout file", "checkpoint")
+    return {
+        **{f"{name}, microseconds per token": clock.phases[name] for name in names},
+        "rollout file, bytes per token": size / clock.num_tokens,
+        "checkpoint, bytes per token": len(checkpoint) / clock.num_tokens,
+        "peak bytes per token with files": clock.peak(),
+    }
+
+
+def measure_trl(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the same of TRL, from its client's call to the tensors of its batch."""
+    import requests
+    import torch
+    from trl.generation.vllm_client import VLLMClient
+    from trl.trainer.utils import pad
+
+    clock, of_words = Clock(given.completions * given.length), tokenizer()
+    text = trl_response(given.length, given.completions)
+    client = VLLMClient.__new__(VLLMClient)  # without waiting for weights that no test server takes
+    client.session, client.model = requests.Session(), "recorded"
+    with serving(text) as client.base_url:
+        clock.start()
+        prompts = [[5, 6]] * (given.completions // given.group)
+        output = clock.phase("receive, parse, check", lambda: client.generate(prompts, n=given.group))
+    ids, tops = output["completion_ids"], output["logprobs"]
+    # As in GRPOTrainer: the sampled token's log-prob, texts, and three padded tensors.
+    logps = clock.phase("choose log-probs", lambda: [[one[0] for one in row] for row in tops])
+    texts = clock.phase("decode", lambda: of_words.batch_decode(ids, skip_special_tokens=True))
+    assert len(texts) == given.completions
+
+    def collate() -> list[Any]:
+        rows = [torch.tensor(row) for row in ids]
+        masks = [torch.ones_like(row, dtype=torch.long) for row in rows]
+        sampled = [torch.tensor([float("nan") if x is None else x for x in row]) for row in logps]
+        return [pad(rows, padding_value=0), pad(masks, padding_value=0), pad(sampled, padding_value=0.0)]
+
+    assert clock.phase("collate", collate)[1].sum() == clock.num_tokens
+    size = len(text) / clock.num_tokens
+    return {"response bytes per token": size, **clock.results(), "peak bytes per token": clock.peak()}
+
+
+def most_of(parts: list[Any]) -> Any:
+    """Return the largest of each number of results of equal form."""
+    if isinstance(parts[0], dict):
+        return {name: most_of([part[name] for part in parts]) for name in parts[0]}
+    return max(parts)
 
 
 def main() -> None:
@@ -199,13 +321,23 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="completions per request")
     parser.add_argument("--candidates", type=int, default=0, help="log-probs per position that are asked for")
     parser.add_argument("--mask", type=int, default=0, help="token ids per position of a sampling mask")
+    parser.add_argument("--files", action="store_true", help="write a rollout file and a checkpoint, too")
+    parser.add_argument("--processes", type=int, default=1, help="measurements at once")
+    parser.add_argument("--library", choices=("groupwise", "trl"), default="groupwise")
+    parser.add_argument("--output", default="", help="end of the name of the results file")
     given = parser.parse_args()
-    results = measure(given)
+    run = measure_trl if given.library == "trl" else measure
+    # Each in a process of its own, whose peak is that of the measurement alone.
+    with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
+        parts = list(pool.map(run, [given] * given.processes))
+    results = {"given": vars(given), **most_of(parts)}
     for name, value in results["microseconds per token"].items():
         print(f"{name:<24}{value:8.3f} µs")
-    stall, peak = results["longest stall ms"], results["peak bytes per token"]
-    print(f"longest stall {stall:.1f} ms, peak {peak:.0f} bytes per token")
-    print(write_results(f"host_cost_{given.completions}x{given.length}", results))
+    print(f"longest stall {results.get('longest stall ms', float('nan')):.1f} ms")
+    print(f"peak {results['peak bytes per token']:.0f} bytes per token")
+    for name, value in results.get("files", {}).items():
+        print(f"{value:8.3f} {name}")
+    print(write_results(f"host_cost_{given.completions}x{given.length}{given.output}", results))
 
 
 if __name__ == "__main__":

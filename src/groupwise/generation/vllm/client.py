@@ -42,6 +42,7 @@ from groupwise.threads import EventLoop
 try:
     import httpx
     import msgspec
+    from msgspec import DecodeError
 except ImportError as missing:
     raise ConfigError("vllm_mode='server' needs httpx, msgspec: pip install 'groupwise[server]'") from missing
 
@@ -60,10 +61,7 @@ class _Position(_Token, gc=False):
 _TOKENS, _POSITIONS = msgspec.json.Decoder(list[_Token]), msgspec.json.Decoder(list[_Position])
 _MASK = msgspec.json.Decoder(list[list[int]])
 #: Errors in reading a response; OverflowError: a number that no array holds.
-_UNUSABLE = (
-    *(LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError),
-    msgspec.DecodeError,
-)
+_UNUSABLE = LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, DecodeError
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
@@ -457,6 +455,7 @@ class VLLMServers:
         doing = f"generating {len(request.rows)} completions of a {len(request.prompt)}-token prompt"
         samples = None
         async with self._slots:
+            time.sleep(5e-5)  # as after a piece: many requests may begin at once
             while samples is None:
                 targets = self.live if self.router is None else [self.router]
                 patience = PATIENCE if len(targets) > 1 else None
