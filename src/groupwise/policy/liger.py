@@ -33,7 +33,6 @@ from groupwise.policy.layouts.padded import padded_inputs
 from groupwise.records import LossOutput, MicroBatch
 
 if TYPE_CHECKING:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     from peft import PeftConfig
 
     from groupwise.config.grpo_config import GRPOConfig
@@ -110,6 +109,8 @@ class LigerLoss:
         batch: MicroBatch,
         settings: ObjectiveSettings,
     ) -> tuple[torch.Tensor, Metrics]:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
         width = batch.completion_ids_BT.shape[1]
         mask_BT = batch.loss_mask_BT.float()
         off_BT = mask_BT == 0
@@ -127,8 +128,16 @@ class LigerLoss:
             correction_BX = correction_BX.masked_fill(off_BT, 1.0)  # vespo sums log-ratios over all columns
         has_reference = batch.ref_logps_BT is not None
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        fused = self._make_fused_loss(
-            settings, batch.sampler.temperature / weights.scale, has_reference, hidden_BTH.is_cuda
+        fused = LigerFusedLinearGRPOLoss(
+            beta=settings.beta if has_reference and not settings.kl_in_reward else 0.0,
+            compiled=hidden_BTH.is_cuda,
+            use_ref_model=has_reference,
+            loss_type=settings.loss_type,
+            max_completion_length=self.max_completion_length,
+            importance_sampling_level=settings.importance_sampling_level,
+            temperature=batch.sampler.temperature / weights.scale,
+            use_bias_correction_kl=settings.use_bias_correction_kl,
+            **vars(settings.surrogate),
         )
         loss, (*kl, clipped) = fused(
             hidden_BTH.to(projection_dtype(hidden_BTH, weights.fp32)),
@@ -152,23 +161,6 @@ class LigerLoss:
         if objective.surrogate in _CLIP_METRICS and settings.importance_sampling_level == "token":
             metrics[_CLIP_METRICS[objective.surrogate]] = Mean(clipped * tokens, tokens)
         return loss * FACTORS[objective.normalizer](batch), metrics
-
-    def _make_fused_loss(
-        self, settings: ObjectiveSettings, temperature: float, has_reference: bool, compiled: bool
-    ) -> LigerFusedLinearGRPOLoss:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-        return LigerFusedLinearGRPOLoss(
-            beta=settings.beta if has_reference and not settings.kl_in_reward else 0.0,
-            compiled=compiled,
-            use_ref_model=has_reference,
-            loss_type=settings.loss_type,
-            max_completion_length=self.max_completion_length,
-            importance_sampling_level=settings.importance_sampling_level,
-            temperature=temperature,
-            use_bias_correction_kl=settings.use_bias_correction_kl,
-            **vars(settings.surrogate),
-        )
 
 
 def check_liger(
