@@ -99,7 +99,7 @@ def gradient(loss, model):
     return torch.cat([each.flatten() for each in given])
 
 
-def assert_equal(model, batch, output, tolerance=3e-6):
+def assert_equal(model, batch, output, tolerance=5e-6):
     """Compare value and gradient with the padded model, whose balancing loss is transformers' own."""
     own = compute_padded_logprobs(model, batch, HEAD, with_entropy=False, with_aux_loss=True)
     assert output.aux_loss.item() == pytest.approx(own.aux_loss.item(), rel=1e-6)
