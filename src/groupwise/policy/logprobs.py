@@ -149,17 +149,15 @@ class LogprobComputer:
         # Padded sequences have a loss, not its sums.
         needs_sums = with_aux_loss and self.balance is not None and not self._supports(model)
         if self.layout == "equal_length" or needs_sums:
-            output = compute_equal_lengths(model, batch, head, **options)
-        elif not self._supports(model):
+            return compute_equal_lengths(model, batch, head, **options)
+        if not self._supports(model):
             return compute_padded_logprobs(model, batch, head, **options)  # its own balancing loss
-        elif self.layout != "forked":
-            output = compute_packed_logprobs(model, batch, self._pack(batch, parts), head, **options)
-        else:
-            packed = self._pack(batch, parts)
-            passes = self.largest(packed.num_passes()) if self.largest is not None else 0
-            compute = forked_layout().compute_forked_logprobs
-            output = compute(model, batch, packed, head, num_passes=passes, **options)
-        return output
+        packed = self._pack(batch, parts)
+        if self.layout != "forked":
+            return compute_packed_logprobs(model, batch, packed, head, **options)
+        passes = self.largest(packed.num_passes()) if self.largest is not None else 0
+        compute = forked_layout().compute_forked_logprobs
+        return compute(model, batch, packed, head, num_passes=passes, **options)
 
     def balanced(self, output: LogprobOutput, balance: Balance | None = None) -> LogprobOutput:
         """Return ``output`` with a balancing loss in place of its sums, if it has any."""
