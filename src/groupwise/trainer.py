@@ -373,20 +373,17 @@ class GRPOTrainer(
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         """Generate, reward and weigh the completions of one generation batch; one entry per micro-batch."""
         self.sync_sampler("train")  # behaviour policy = current policy, unless rollout_staleness > 0
-        rollouts, rewards = self.sample_batch(sampler)  # B completions of this rank, N rewards, whole groups
+        if self.args.dynamic_sampling:  # B completions of this rank, N rewards, whole groups
+            rollouts, rewards = self.sample_until_full(sampler)
+        else:
+            self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
+            rollouts, rewards = self.sample_prompts(self.args.prompts_per_batch, sampler)
         self.backend.release()  # memory of a colocated engine goes to training
         # Before training, which may fail: a saved generation can be replayed.
         self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         size = self.args.per_device_train_batch_size
         entries = self.make_experience(rollouts, rewards, size, on_policy=on_policy)
         return in_row_order(entries, self.args) if self.args.splits_generation else entries
-
-    def sample_batch(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
-        """Sample one generation batch: B completions of this rank, rewards of all N."""
-        if self.args.dynamic_sampling:
-            return self.sample_until_full(sampler)
-        self.prefetch_rollouts(sampler)  # rollout_staleness: a server generates later ones meanwhile
-        return self.sample_prompts(self.args.prompts_per_batch, sampler)
 
     def sample_until_full(self, sampler: SamplerSettings) -> tuple[RolloutBatch, RewardBatch]:
         """Sample rounds of prompts until every group of the batch has reward variance (DAPO, section 3.2)."""
@@ -611,7 +608,7 @@ class GRPOTrainer(
         uses = args.optimizer_steps_per_generation
         off_policy = "" if args.trains_on_policy else f"a generation is used in {uses} optimizer steps"
         all_rows = reason_for_all_rows(self, args, has_reference=self.reference.exists)
-        if (self.aux_loss_enabled and not self.balances_updates) or args.use_liger_kernel:
+        if self.micro_batch_budget.fixed:
             all_rows = "the balancing loss, or Liger's, is no sum over rows"
         paths = [
             *self.backend.fast_paths(self.model),
