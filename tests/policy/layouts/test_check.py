@@ -399,6 +399,6 @@ def test_a_run_names_the_layout_by_its_setting_and_auto_falls_back_in_sight(tmp_
     assert run.state.log_history[0]["layout_fell_back"] == run.state.log_history[1]["layout_fell_back"] == 1
     saved = json.loads((tmp_path / "settings.json").read_text())
     other = "forked" if supports_cache_in_checkpoints() else "padded"
-    assert saved["fast_paths"]["layout"]["choice"] == other and saved["settings"]["learning_rate"] == 1e-3
-    assert "no kernel image" in saved["fast_paths"]["layout"]["reason"]
-    assert saved["fast_paths"]["layout"]["warns"]
+    assert saved["settings"]["learning_rate"] == 1e-3
+    state = saved["fast_paths"]["layout"]
+    assert state.startswith(f"{other} (") and "no kernel image" in state
