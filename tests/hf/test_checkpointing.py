@@ -53,7 +53,7 @@ def _run(directory: Path) -> RunDirectory:
 
 def _publish(directory: Path) -> None:
     run = _run(directory)
-    with run.claimed():
+    with run.locked():
         staged = _write(run.staging / "checkpoint-3", weights="new")
         run.publish(staged, directory / "checkpoint-3")
         assert not run.staging.exists()
@@ -140,7 +140,7 @@ def test_json_of_another_shape_is_named_and_the_newest_sound_checkpoint_taken(
 
 def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
     run = _run(newest.parent)
-    with run.claimed():
+    with run.locked():
         run.args.save_total_limit = limit
         run.rotate(newest, best)
 
@@ -603,7 +603,7 @@ def test_a_kill_or_an_interrupt_at_any_rename_leaves_a_complete_checkpoint(
             rename(*paths)
 
         run = _run(output_dir)
-        with run.claimed(), monkeypatch.context() as patched:
+        with run.locked(), monkeypatch.context() as patched:
             staged = _write(run.staging / "checkpoint-3", weights="new")
             patched.setattr(os, "replace", counted)
             try:
@@ -614,7 +614,7 @@ def test_a_kill_or_an_interrupt_at_any_rename_leaves_a_complete_checkpoint(
         assert len(calls) == (2 if is_killed or kill_at != 1 else 3) - (kill_at == 0)
         if is_killed:
             assert (output_dir / "checkpoint-3").exists() == (kill_at != 1)
-            with _run(output_dir).claimed():
+            with _run(output_dir).locked():
                 pass
         assert (output_dir / "checkpoint-3" / "weights").read_text() == ("old" if kill_at == 0 else "new")
         assert _names(output_dir) == ["checkpoint-3"]

@@ -87,7 +87,7 @@ class RunDirectory:
         is_outermost = self._saves is None
         self._saves = saves or bool(self._saves)
         try:
-            with self._locked():
+            with self.locked():
                 self.finished = None
                 start = partial(_start, resume_from_checkpoint, self.path)
                 checkpoint, self.step, run_id = self.on_savers(start)
@@ -97,19 +97,6 @@ class RunDirectory:
         finally:
             if is_outermost:
                 self._saves = None
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Have the lock for the block, to save; before the first time, move the checkpoints of others aside.
-
-        Raises:
-            ConfigError: another run has the lock.
-        """
-        with self._locked():
-            if self._saves is False:
-                self._saves = True
-                self.move_aside()
-            yield
 
     def on_savers(self, function: Callable[[], T]) -> T:
         """Call ``function`` on ranks that save; return the first result, or raise its error, on all ranks."""
@@ -133,7 +120,12 @@ class RunDirectory:
     # The lock.
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Have the lock for the block; a block within another one has it already.
+
+        Raises:
+            ConfigError: another run has the lock.
+        """
         if self._is_locked:
             yield
             return
@@ -203,9 +195,12 @@ class RunDirectory:
         Raises:
             OSError: a file could not be written, for example because the disk is full. The files that were
                 written are removed.
-            ConfigError: see :meth:`claimed`.
+            ConfigError: another run has the lock.
         """
-        with self.claimed():
+        with self.locked():
+            if self._saves is False:  # the first save of a run that was not to save any
+                self._saves = True
+                self.move_aside()
             staged, self.is_staging = self.staging / final.name, True
             failure = None
             try:
