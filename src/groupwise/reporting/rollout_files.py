@@ -28,7 +28,7 @@ from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
 from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
 from groupwise.distributed import is_sharded
-from groupwise.errors import ConfigError, log_boundary
+from groupwise.errors import ConfigError, log_boundary, shortened
 from groupwise.files import read_json, replace_file
 from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
@@ -411,7 +411,7 @@ class Recording:
     def check_step(self, step: int) -> None:
         """Raise ConfigError if a step is not recorded, or by another number of ranks than the last ones."""
         if step not in self.steps and not any(self.folder.glob(file_name("generation", step, 0, 0))):
-            raise ConfigError(f"step {step} is not recorded; recorded steps: {_ranges(self.steps)}")
+            raise ConfigError(f"step {step} is not recorded; recorded steps: {shortened(self.steps)}")
         ranks, now = len(list(self.folder.glob(f"step-{step:06d}.rank*"))), self.header["world_size"]
         if ranks not in (0, now):
             raise ConfigError(
@@ -461,7 +461,7 @@ class Recording:
             raise
         except FileNotFoundError:
             raise ConfigError(
-                f"{str(path)!r} does not exist; recorded steps: {_ranges(self.steps)}"
+                f"{str(path)!r} does not exist; recorded steps: {shortened(self.steps)}"
             ) from None
         except Exception as error:  # of gzip, zlib, pickle, torch: what a file of other bytes leads to
             shown = str(path) if self.name == str(self.folder) else f"{self.name}: {plain.name}"
@@ -473,14 +473,3 @@ def _checked(record: T, parts: Sequence[Any], kind: Any) -> T:
     if not all(isinstance(part, kind) for part in parts):
         raise TypeError(f"parts of types {', '.join(sorted({type(part).__name__ for part in parts}))}")
     return record
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Return ``"1-3, 7"`` for [1, 2, 3, 7]."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and parts[-1][1] == step - 1:
-            parts[-1][1] = step
-        else:
-            parts.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts) or "none"
