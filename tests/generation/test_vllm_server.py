@@ -345,11 +345,7 @@ def test_a_router_is_the_only_address_and_has_workers(router, fake, tmp_path):
 
 
 MISFITS = {
-    "raw log-probs at a temperature": (
-        {"logprobs_mode": "raw_logprobs"},
-        {"temperature": 0.7},
-        "--logprobs-mode processed_logprobs",
-    ),
+    "raw log-probs": ({"logprobs_mode": "raw_logprobs"}, {}, "--logprobs-mode processed_logprobs"),
     "packed weights": (
         {"quantization": "bitsandbytes"},
         {},
@@ -440,13 +436,6 @@ def test_another_tokenizer_is_refused(backend, fake):
     fake.answer = lambda path, q, body: {"tokens": [7, 8]} if path == "/tokenize" else answer(path, q, body)
     with pytest.raises(BackendError, match="tokenizer of tiny is not the policy's"):
         backend.sync_weights(WEIGHTS, step=0)
-
-
-def test_raw_log_probs_are_accepted_at_temperature_one(fake, tmp_path):
-    fake.info["model_config"]["logprobs_mode"] = "raw_logprobs"
-    backend = backend_for(fake, tmp_path, temperature=1.0)
-    backend.sync_weights(WEIGHTS, step=0)
-    backend.close()
 
 
 def test_another_dtype_is_warned_of(backend, fake, caplog):

@@ -11,11 +11,10 @@ from packaging.version import InvalidVersion, Version
 from transformers import AutoConfig, PreTrainedConfig
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import sampler_settings, truncating
+from groupwise.config.sampling import truncating
 from groupwise.errors import BackendError
 from groupwise.generation.vllm.client import HttpClient, VLLMServers
 from groupwise.generation.vllm.serve import EXPERTS
-from groupwise.records import SamplerSettings
 from groupwise.tokenization.text import ProcessingClass, text_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -132,15 +131,6 @@ def check_servers(
     return infos
 
 
-def _fits_raw(config: GRPOConfig) -> bool:
-    """Return True if nothing changes the sampling distribution: raw log-probs are those of it."""
-    return (
-        sampler_settings(config) == SamplerSettings()
-        and not config.generation_kwargs
-        and config.vllm_structured_outputs_regex is None
-    )
-
-
 def _problems(
     info: ServerInfo, policy: PreTrainedConfig, config: GRPOConfig, lora_rank: int | None, *, has_router: bool
 ) -> list[str]:
@@ -173,9 +163,7 @@ def _problems(
         f"its weight transfer {transfer!r} sends from a GPU, but the policy trains on {config.device.type}; "
         "start it with the backend 'groupwise'": transfer in _FROM_GPU and config.device.type != "cuda",
         f"it reports {mode}, which are not log-probs of the sampling distribution; start it with "
-        "--logprobs-mode processed_logprobs": (
-            mode != "processed_logprobs" and not (mode == "raw_logprobs" and _fits_raw(config))
-        ),
+        "--logprobs-mode processed_logprobs": mode != "processed_logprobs",
         f"it runs vLLM {info.version}, which does not report the weights that sampled each token, as routers "
         f"and rollout_staleness need; install {_REPORTS_WEIGHTS} or newer there, or set rollout_staleness=0 "
         "and give the addresses of servers": (
