@@ -182,3 +182,18 @@ def test_every_figure_of_readme_is_computed_from_what_was_recorded() -> None:
     for sentence in expected:
         text = text.replace(sentence, "")
     assert [line for line in text.splitlines() if re.search(r"\d", line)] == []
+
+
+def test_the_page_of_agents_has_the_recorded_shares_of_waiting() -> None:
+    """The summary, and every row of the table, follow from the recorded steps."""
+    page, record = (ROOT / "docs" / "agents.md").read_text(), results("later_turns.json")
+    assert len(record["rounds"]) == 2 and {len(s) for r in record["rounds"] for s in r["steps"].values()} == {
+        6
+    }
+    names = {"`rollout_staleness=0`": "sequential", "first turns alone ahead": "first_turns"}
+    for label, name in (names | {"`rollout_staleness=1`": "ahead"}).items():
+        runs = [each["steps"][name] for each in record["rounds"]]
+        times = [sum(step["step_time"] for step in run) for run in runs]
+        waits = [sum(step["time/generate"] + step["time/idle"] for step in run) for run in runs]
+        shares = ", ".join(f"{100 * wait / time:.0f} %" for wait, time in zip(waits, times, strict=True))
+        assert f"| {label} | {shares} | {listed([60 * 6 / time for time in times], 1)} |" in page
