@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from peft import LoraConfig
 from support import agent_runs, runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
 from transformers import TrainerCallback
@@ -40,22 +41,7 @@ def run_for(fake, directory, make=runs.trainer, **given):
 def run_with_tool(fake, directory, **given):
     """A run whose turns call a tool or end, as their seeds decide."""
     tokenizer = agent_runs.tokenizer()
-    letters = tokenizer.convert_tokens_to_ids(list(agent_runs.LETTERS))
-    fake.info["model_config"]["max_model_len"] = 1024
-    answer = with_tokenizer(fake, tokenizer).answer
-
-    def calling(path, query, body):
-        found = answer(path, query, body)
-        for choice in found["choices"] if path == GENERATE else ():
-            seed = body["sampling_params"]["seed"] + choice["index"]
-            first = letters[0] if seed % 3 else letters[6]  # "a" begins a call
-            tokens = [first, letters[seed % 8], letters[4], tokenizer.eos_token_id]
-            for entry, token in zip(choice["logprobs"]["content"], tokens, strict=True):
-                entry["token_id"] = token
-            choice["token_ids"], choice["finish_reason"] = tokens, "stop"
-        return found
-
-    fake.answer = calling
+    agent_runs.with_calls(fake, tokenizer)
     given = {"tools": [agent_runs.measure], "generation_kwargs": None, "max_completion_length": 60, **given}
     given = {"processing_class": tokenizer, "per_device_train_batch_size": 4, **given}
     return run_for(fake, directory, agent_runs.trainer, **given)
@@ -129,9 +115,13 @@ class Held(Quiz):
 @pytest.fixture
 def held(fake, tmp_path):
     """Four steps in double precision; later turns are sampled after the update. Its rollouts and rewards."""
-    Held.begun.clear()
     fake.logprob = lambda position: -1 - int(fake.version.split(":")[-1]) / 100
-    run = Held.run = run_with_environment(fake, tmp_path / "held", Held, rollout_staleness=1, **in_double())
+    return run_held(fake, tmp_path / "held", **in_double())
+
+
+def run_held(fake, directory, **given):
+    Held.begun.clear()
+    run = Held.run = run_with_environment(fake, directory, Held, rollout_staleness=1, **given)
     generate_rollouts, found, rewards = run.generate_rollouts, [], []
 
     class FirstTurnsAreThere(TrainerCallback):
@@ -335,19 +325,50 @@ def test_a_sync_tool_is_called_in_the_step_of_its_batch_and_a_warning_says_so(fa
 @pytest.mark.slow
 def test_a_turn_after_the_update_is_sampled_by_the_new_weights(held):
     run, found, _ = held
+    assert_versions_of_turns(run, found)
+    for completion in [completion for rollouts in found for completion in rollouts.completions]:
+        for version, logp, kept in zip(*fields(completion, "versions", "logps", "loss_mask"), strict=True):
+            assert not kept or math.isclose(logp, -1 - version / 100)
+
+
+def fields(completion, *names):
+    return [getattr(completion, name) for name in names]
+
+
+def assert_versions_of_turns(run, found):
+    """First turns are sampled before the update, later ones after it."""
     mixed = 0
     for step, rollouts in enumerate(found):
         for completion in rollouts.completions:
-            versions = list(zip(completion.versions, completion.logps, completion.loss_mask, strict=True))
-            sampled = [(version, logp) for version, logp, kept in versions if kept]
+            sampled = [
+                v for v, kept in zip(*fields(completion, "versions", "loss_mask"), strict=True) if kept
+            ]
             first = completion.turns[0][1]
-            assert {version for version, _ in sampled[:first]} == {max(step - 1, 0)}
-            assert {version for version, _ in sampled[first:]} <= {step}  # none is older than the bound
-            assert all(math.isclose(logp, -1 - version / 100) for version, logp in sampled)
-            mixed += len({version for version, _ in sampled}) == 2
+            assert {*sampled[:first]} == {max(step - 1, 0)}
+            assert {*sampled[first:]} <= {step}  # none is older than the bound
+            mixed += len({*sampled}) == 2
     assert mixed >= 3
     lines = [line for line in run.state.log_history if "loss" in line]
     assert [line["staleness/max"] for line in lines] == [0, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_with_an_adapter_a_turn_after_the_update_names_the_new_one(fake, tmp_path):
+    """Each request names the adapter of its step, which the server still has: it answers 404 for another."""
+    model = agent_runs.policy(len(agent_runs.tokenizer()))
+    fake.info["lora_config"], fake.weights = {"max_lora_rank": 4}, dict(model.state_dict())
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    run, found, _ = run_held(fake, tmp_path / "held", model=model, peft_config=adapter)
+    assert_versions_of_turns(run, found)
+    bodies = [body for path, body in fake.bodies if path == GENERATE]
+    named = [
+        int(body["model"].rpartition(":")[2]) for body in bodies for _ in range(body["sampling_params"]["n"])
+    ]
+    completions = [completion for rollouts in found for completion in rollouts.completions]
+    sampled = [completion.versions[start] for completion in completions for start, _ in completion.turns]
+    assert sorted(named) == sorted(sampled)  # none was asked for twice
+    assert fake.seen["/v1/load_lora_adapter"] == 4 and len(fake.adapters) == 2
+    run.backend.close()
 
 
 @pytest.mark.slow

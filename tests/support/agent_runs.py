@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import AgentError
+from support.fakes.fake_vllm import GENERATE, with_tokenizer
 from support.fakes.scripted import byte_tokenizer
 
 LETTERS = "abcdefgh"
@@ -41,6 +42,27 @@ def tokenizer() -> Any:
     made.response_template = RESPONSE
     made.padding_side = "left"
     return made
+
+
+def with_calls(fake: Any, text: Any) -> Any:
+    """The stand-in of a server, whose turns call the tool or end, as their seeds decide."""
+    letters = text.convert_tokens_to_ids(list(LETTERS))
+    fake.info["model_config"]["max_model_len"] = 1024
+    answer = with_tokenizer(fake, text).answer
+
+    def calling(path: str, query: Any, body: Any) -> Any:
+        found = answer(path, query, body)
+        for choice in found["choices"] if path == GENERATE else ():
+            seed = body["sampling_params"]["seed"] + choice["index"]
+            first = letters[0] if seed % 3 else letters[6]  # "a" begins a call
+            tokens = [first, letters[seed % 8], letters[4], text.eos_token_id]
+            for entry, token in zip(choice["logprobs"]["content"], tokens, strict=True):
+                entry["token_id"] = token
+            choice["token_ids"], choice["finish_reason"] = tokens, "stop"
+        return found
+
+    fake.answer = calling
+    return fake
 
 
 def policy(vocabulary: int) -> LlamaForCausalLM:
@@ -136,6 +158,7 @@ def trainer(directory: Path | str, kind: type[GRPOTrainer] = GRPOTrainer, **give
         "processing_class",
         "rollout_func",
         "callbacks",
+        "peft_config",
     )
     arguments: dict[str, Any] = {name: given.pop(name) for name in names if name in given}
     arguments.setdefault("processing_class", tokenizer())
