@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,9 +108,19 @@ def test_turns_continue_one_history_and_tokens_of_tools_are_masked(tmp_path):
 
 
 class Scale:
-    """An environment with the tool; ``reset`` draws from the user's random stream."""
+    """An environment with the tool; ``reset`` draws from the user's random stream.
+
+    In every second conversation the tool answers once the server has the weights of the step that takes it.
+    """
+
+    run: ClassVar[Any] = None
+    resets: ClassVar[int] = 0
 
     def reset(self, **row: Any) -> str:
+        batch, index = divmod(Scale.resets, 4)
+        Scale.resets += 1
+        batch = {0: 1, 1: 0}.get(batch, batch)  # the first step resets the batch of the second one first
+        self.version = batch if index % 2 else 0
         self.shown = f" {torch.rand(()).item():.4f}"
         return self.shown
 
@@ -120,7 +130,8 @@ class Scale:
         Args:
             text: what to measure.
         """
-        await asyncio.sleep(0.4)  # the update is over before the last turns of some rollouts
+        while (self.run.backend.version or 0) < self.version:
+            await asyncio.sleep(0.01)
         return measure(text)
 
 
@@ -140,7 +151,8 @@ def test_conversations_continue_over_the_update_on_a_server(tmp_path):
     policy(text).save_pretrained(tmp_path / "model")
     text.save_pretrained(tmp_path / "model")
     server = ServerProcess(tmp_path).start()
-    run = trainer(
+    Scale.resets = 0
+    run = Scale.run = trainer(
         tmp_path / "run",
         processing_class=text,
         model=policy(text),
@@ -152,6 +164,8 @@ def test_conversations_continue_over_the_update_on_a_server(tmp_path):
         vllm_server_timeout=240.0,
         rollout_staleness=1,
         generation_kwargs=None,
+        max_completion_length=400,
+        learning_rate=1e-3,
         max_steps=3,
     )
     generate_rollouts, turns, policies = run.generate_rollouts, [], {}
@@ -178,7 +192,9 @@ def test_conversations_continue_over_the_update_on_a_server(tmp_path):
         run.backend.close()
     finally:
         server.kill()
-    assert any(step and step - 1 in set().union(*later) for step, (_, *later) in turns)  # beside the update
+    later = [(step, versions, first) for step, (first, *others) in turns[4:] for versions in others]
+    assert any(step - 1 in versions for step, versions, _ in later)  # beside the update
+    assert any(versions == {step} and first == {step - 1} for step, versions, first in later)  # over it
 
 
 def assert_turns(prompt: list[int], completion: Any, turns: list[Any]) -> None:
