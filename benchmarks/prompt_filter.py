@@ -1,11 +1,11 @@
 """Compare runs with and without ``prompt_filter``: completions and processor time until an accuracy.
 
-A random two-layer model learns to repeat the last of two words. Each seed has its own model and order of the
-prompts, and both arms of a seed the same; the arms take turns. Differences are decided by the interval over
-seeds of ``learning/rule.py``. A second call skips finished runs:
+SmolLM2-135M-Instruct learns the task of ``examples/quickstart.py`` from few reviews, which repeat. Both arms
+of a seed have the same reviews in the same order; the arms take turns. Differences are decided by the
+interval over seeds of ``learning/rule.py``. A call makes ``--runs`` of the runs that are missing, and resumes
+one that ``--seconds`` ended:
 
-    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/prompt_filter.py
-    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/prompt_filter.py --unsolvable --max_steps 140
+    OMP_NUM_THREADS=1 PYTHONPATH=src python benchmarks/prompt_filter.py --runs 6
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -23,72 +24,44 @@ from typing import Any
 
 import torch
 from common import RESULTS, write_results
-from datasets import Dataset, concatenate_datasets
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from quickstart import correct, reviews
+from smollm2 import local_model
+from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 
 sys.path.append(str(Path(__file__).parent / "learning"))
 from rule import Difference, interval
 
-WORDS = [f"w{i}" for i in range(28)]
-#: Without and with the filter; a prompt outside the range rests for four epochs.
-ARMS: dict[str, dict[str, Any] | None] = {"all": None, "filter": {"min": 0.05, "max": 0.95}}
+#: Without and with the filter; a prompt outside the range rests for two epochs of eight steps.
+ARMS: dict[str, dict[str, Any] | None] = {
+    "all": None,
+    "filter": {"min": 0.05, "max": 0.95, "again_after": 16},
+}
 #: Held-out accuracies whose first crossing is compared.
-ACCURACIES = (0.5, 0.8, 0.9)
+ACCURACIES = (0.6, 0.7, 0.8, 0.9)
 NAME = "prompt_filter"
+REVIEWS, HELD_OUT = 64, 200
 
 
-def rows(first: range, answer: str | None = None) -> Dataset:
-    """Return prompts of two words: with each last word, several first words."""
-    pairs = [(WORDS[(last * 5 + shift * 3) % 28], WORDS[last]) for last in range(28) for shift in first]
-    return Dataset.from_list([{"prompt": f"{one} {two}", "answer": answer or two} for one, two in pairs])
-
-
-#: Prompts for training, held-out ones, and some that have no right answer; no prompt is in two of them.
-TRAIN, HELD_OUT, UNSOLVABLE = range(4), range(4, 7), range(7, 11)
-
-
-def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    return [float(text.strip() == word) for text, word in zip(completions, answer, strict=True)]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(["<pad>", "<end>", *WORDS])}, "<pad>")
-    )
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", padding_side="left"
-    )
-
-
-def model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS) + 2, **sizes, **ends))
-
-
-def settings(arm: str, seed: int, steps: int, prompts: int = 112) -> dict[str, Any]:
-    """Return the settings of a run; an epoch has ``prompts`` / 8 steps."""
-    bounds = ARMS[arm]
+def settings(arm: str, seed: int, steps: int) -> dict[str, Any]:
+    """Return the settings of a run: those of the quickstart, with a constant learning rate."""
     return {
-        "prompt_filter": bounds and {**bounds, "again_after": 4 * prompts // 8},
+        "prompt_filter": ARMS[arm],
         "max_steps": steps,
         "seed": seed,
-        "learning_rate": 3e-3,
+        "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "num_generations": 16,
-        "per_device_train_batch_size": 128,  # 8 prompts
-        "max_completion_length": 1,
-        "per_device_eval_batch_size": 168,
-        "num_generations_eval": 2,
+        "num_generations": 8,
+        "per_device_train_batch_size": 64,  # 8 prompts
+        "max_completion_length": 8,
+        "per_device_eval_batch_size": 100,
+        "num_generations_eval": 1,
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": 4,
         "eval_on_start": True,
         "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": "float32"},
         "bf16": False,
         "use_cpu": True,
         "logging_steps": 1,
@@ -98,50 +71,62 @@ def settings(arm: str, seed: int, steps: int, prompts: int = 112) -> dict[str, A
     }
 
 
-class Clock(TrainerCallback):
-    """Processor seconds of the training steps, without evaluations."""
+class RewardEvaluator(GRPOTrainer):
+    """Evaluation of rewards alone: the loss of an evaluation takes as long as its samples."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs) if model.training else torch.zeros(())
+
+
+class Clock(TrainerCallback):
+    """Record processor seconds of steps; end the run at the last accuracy, or after ``seconds`` to resume."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.begun = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(time.process_time() - self.begun)
+        used = {"step": state.global_step, "processor_seconds": round(time.process_time() - self.begun, 3)}
+        state.log_history.append(used)  # which checkpoints have
+        if time.monotonic() > self.end:
+            control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        control.should_training_stop |= metrics["eval_reward"] >= ACCURACIES[-1]
 
 
-def run(arm: str, seed: int, steps: int, unsolvable: bool) -> dict[str, Any]:
-    """Train one arm; returns series by step, and the held-out accuracies by the steps before them."""
-    clock = Clock()
-    trained = [rows(TRAIN)] + [rows(UNSOLVABLE, answer="none")] * unsolvable
-    policy = model(seed)
-    with tempfile.TemporaryDirectory() as directory:
-        if unsolvable:  # a policy that solves half of the others: it can tell them apart
-            args = GRPOConfig(directory, **settings("all", seed, 80))
-            GRPOTrainer(policy, correct, args, trained[0], rows(HELD_OUT), tokenizer()).train()
-        trainer = GRPOTrainer(
-            policy,
-            correct,
-            GRPOConfig(directory, **settings(arm, seed, steps, sum(map(len, trained)))),
-            concatenate_datasets(trained),
-            rows(HELD_OUT),
-            tokenizer(),
-            callbacks=[clock],
-        )
-        ended = ""
-        try:
-            trainer.train()
-        except ConfigError as error:  # all prompts are solved
-            ended = str(error)
+def run(arm: str, seed: int, steps: int, seconds: float) -> dict[str, Any] | None:
+    """Train one arm; returns series by step, and the held-out accuracies by the steps before them.
+
+    None: the time is over; the next call resumes from the checkpoint.
+    """
+    directory, ended = Path(tempfile.gettempdir(), f"groupwise-{NAME}-{arm}-{seed}"), ""
+    trainer = RewardEvaluator(
+        str(local_model()),
+        correct,
+        GRPOConfig(str(directory), **settings(arm, seed, steps)),
+        reviews(REVIEWS, seed, words=slice(12)),
+        reviews(HELD_OUT, seed=-1, words=slice(12, None)),
+        callbacks=[Clock(seconds)],
+    )
+    try:
+        trainer.train(resume_from_checkpoint=any(directory.glob("checkpoint-*")))
+    except ConfigError as error:
+        if "prompts is left" not in str(error):
+            raise
+        ended = str(error)
     log = trainer.state.log_history
-    logged = [entry for entry in log if "reward" in entry]
+    accuracy = {entry["step"]: entry["eval_reward"] for entry in log if "eval_reward" in entry}
+    if trainer.state.global_step < steps and max(accuracy.values()) < ACCURACIES[-1] and not ended:
+        return None
+    shutil.rmtree(directory, ignore_errors=True)
     names = ("reward", "frac_reward_zero_std", "prompts/skipped_share", "prompts/never_sampled")
     return {
         "ended": ended,
-        "accuracy": {entry["step"]: entry["eval_reward"] for entry in log if "eval_reward" in entry},
-        "processor_seconds": [round(seconds, 3) for seconds in clock.seconds],
-        **{name: [entry[name] for entry in logged] for name in names if name in logged[0]},
+        "accuracy": accuracy,
+        **{name: [entry[name] for entry in log if name in entry] for name in ("processor_seconds", *names)},
     }
 
 
@@ -162,7 +147,7 @@ def until(found: dict[str, Any], level: float) -> dict[str, float]:
     whole = max(math.ceil(steps), 1)
     zero = found["frac_reward_zero_std"][:whole]
     return {
-        "completions": steps * 128,
+        "completions": steps * 64,
         "processor_minutes": sum(found["processor_seconds"][:whole]) / 60 * steps / whole,
         "groups_without_variance": sum(zero) / len(zero),
     }
@@ -195,30 +180,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--max_steps", type=int, default=200)
-    parser.add_argument(
-        "--unsolvable",
-        action="store_true",
-        help="half of the training prompts have no answer, and 80 steps on the others come first",
-    )
+    parser.add_argument("--max_steps", type=int, default=32)
+    parser.add_argument("--runs", type=int, default=1, help="missing runs that this call makes")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which a call ends")
     options = parser.parse_args()
-    name, prompts = NAME + "_unsolvable" * options.unsolvable, 112 * (1 + options.unsolvable)
-    path = RESULTS / f"{name}.json"
+    path = RESULTS / f"{NAME}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else {}
-    for seed in options.seeds:
-        for arm in ARMS:
-            if (key := f"{arm}-{seed}") not in runs:
-                runs[key] = run(arm, seed, options.max_steps, options.unsolvable)
-                last = list(runs[key]["accuracy"].values())[-1]
-                print(f"{key}: held-out accuracy {last:.1%} at the end. {runs[key]['ended']}", flush=True)
-                write_results(
-                    name, {"settings": settings("filter", seed, options.max_steps, prompts), "runs": runs}
-                )
-    runs = json.loads(path.read_text())["runs"]
-    results = {"settings": settings("filter", 0, options.max_steps, prompts), "seeds": options.seeds}
-    results |= {"decisions": decisions(runs, options.seeds, ACCURACIES[options.unsolvable :]), "runs": runs}
-    write_results(name, results)
-    print(json.dumps(results["decisions"], indent=1))
+    keys = [(arm, seed) for seed in options.seeds for arm in ARMS]
+    missing = [each for each in keys if "{}-{}".format(*each) not in runs]
+    results = {"settings": settings("filter", 0, options.max_steps), "seeds": options.seeds}
+    end = time.monotonic() + options.seconds
+    for arm, seed in missing[: options.runs]:
+        key, found = f"{arm}-{seed}", run(arm, seed, options.max_steps, end - time.monotonic())
+        if found is None:
+            return
+        runs[key] = found
+        print(f"{key}: {found['accuracy']} {found['ended']}", flush=True)
+        write_results(NAME, {**results, "runs": runs})
+    if len(missing) <= options.runs:
+        results["decisions"] = decisions(runs, options.seeds, ACCURACIES)
+        write_results(NAME, {**results, "runs": runs})
+        print(json.dumps(results["decisions"], indent=1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     PYTHONPATH=src python scripts/record_runs.py quickstart --directory build
     PYTHONPATH=src python scripts/record_runs.py accuracies --seeds 0 1 2
     PYTHONPATH=src:examples python scripts/record_runs.py notebook
-    OMP_NUM_THREADS=1 PYTHONPATH=src:benchmarks python scripts/record_runs.py sources
+    OMP_NUM_THREADS=1 PYTHONPATH=src python scripts/record_runs.py sources
 
 ``adapters`` trains the task of ``examples/quickstart.py`` with an adapter and with all weights;
 ``first`` runs the first block of pages, and ``examples/vlm.py``, and keeps what they print, their rewards,
@@ -15,7 +15,7 @@ and a completion of the first and of the last step;
 ``quickstart`` runs ``examples/quickstart.py`` and keeps its time, memory and disk, its logs, completions of
 one log, and a picture of its report (with Chromium); ``accuracies`` runs it with every seed, sampling with
 transformers and with vLLM; ``notebook`` executes the notebook of ``examples/`` and keeps its outputs in it
-(with nbclient and ipykernel); ``sources`` trains the random model of ``benchmarks/prompt_filter.py`` on a
+(with nbclient and ipykernel); ``sources`` trains a random model on a
 mixture and draws the charts by source of its report (with Chromium). The others write to
 ``benchmarks/results/``; ``scripts/draw_images.py`` and ``scripts/generate_docs.py`` read the files.
 """
@@ -286,20 +286,58 @@ def picture(output: Path) -> str:
     return str(sentence)
 
 
+def word_model() -> tuple[Any, Any]:
+    """Return a random two-layer model and its tokenizer, whose tokens are 28 words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<end>", *(f"w{number}" for number in range(28))]
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, "<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "padding_side": "left"}
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokens), **sizes, **ends))
+    return model, PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
 def record_sources(steps: int = 120) -> None:
     """Train on a mixture of two sources, and draw the charts of its report that have a line for each."""
-    from datasets import Dataset
     from PIL import Image
-    from prompt_filter import TRAIN, WORDS, correct, model, rows, settings, tokenizer
 
     from groupwise import GRPOConfig, GRPOTrainer, write_report
 
-    words = Dataset.from_list([{"prompt": word, "answer": word} for word in WORDS])
+    def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(text.strip() == word) for text, word in zip(completions, answer, strict=True)]
+
+    pairs = [(f"w{(last * 5 + shift * 3) % 28}", f"w{last}") for last in range(28) for shift in range(4)]
+    words = [{"prompt": f"w{number}", "answer": f"w{number}"} for number in range(28)]
+    model, tokenizer = word_model()
     with tempfile.TemporaryDirectory() as folder:
-        given = {**settings("all", 0, steps), "eval_strategy": "no", "eval_on_start": False}
-        config = GRPOConfig(folder, **given, dataset_weights={"one word": 1, "two words": 2})
-        mixture = {"one word": words, "two words": rows(TRAIN)}
-        GRPOTrainer(model(0), correct, config, mixture, processing_class=tokenizer()).train()
+        config = GRPOConfig(
+            folder,
+            max_steps=steps,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            num_generations=16,
+            per_device_train_batch_size=128,
+            max_completion_length=1,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataset_weights={"one word": 1, "two words": 2},
+        )
+        mixture = {
+            "one word": words,
+            "two words": [{"prompt": f"{one} {two}", "answer": two} for one, two in pairs],
+        }
+        GRPOTrainer(model, correct, config, mixture, processing_class=tokenizer).train()
         page = f"file://{write_report([folder]).resolve()}"
         options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,3000"]
         subprocess.run(["chromium", *options, f"--screenshot={SOURCES}", page], check=True)

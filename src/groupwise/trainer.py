@@ -95,7 +95,7 @@ from groupwise.records import (
 )
 from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.evaluation import EvaluatedCompletion
-from groupwise.reporting.metrics import MetricBuffer, metrics_by_value, rollout_metrics
+from groupwise.reporting.metrics import MetricBuffer, entropy_by_value, metrics_by_value, rollout_metrics
 from groupwise.reporting.table import completion_rows
 from groupwise.reporting.terminal import show_phase
 from groupwise.rewards.runtime.loading import (
@@ -519,6 +519,9 @@ class GRPOTrainer(
             logps_BT, aux_loss = logprobs.logps_BT, logprobs.aux_loss
             if logprobs.routing is not None:  # of experts, replayed
                 output = replace(output, metrics={**output.metrics, **logprobs.routing.metrics()})
+            if inputs.metric_values is not None and logprobs.entropy_BT is not None:  # by source
+                by_value = entropy_by_value(inputs, logprobs.entropy_BT)
+                output = replace(output, metrics={**output.metrics, **by_value})
         output = self.add_aux_loss(output, aux_loss, inputs)  # of a mixture of experts
         self.check_gradient(output.loss, "compute_policy_loss or compute_logprobs")
         if model.training:

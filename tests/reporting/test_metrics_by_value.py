@@ -13,16 +13,22 @@ from statistics import fmean
 
 import pytest
 import torch
+from support.batches import micro_batch
 from support.configs import config_of
+from support.fakes.ranks import on_ranks
 from support.runs import count_reward, prompts, trainer
 from support.serialization import reloaded
 
 from groupwise.core.metrics import Mean
+from groupwise.core.padding import length_mask
+from groupwise.data.budget import MicroBatchBudget
+from groupwise.data.rebalancing import rebalance
 from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch
-from groupwise.reporting.metrics import BY, MetricBuffer, metrics_by_value
+from groupwise.reporting.metrics import BY, MetricBuffer, entropy_by_value, metrics_by_value
 
 G = 4
+LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
 def ranks(values, rewards, completions, size):
@@ -67,6 +73,42 @@ def test_every_group_counts_once_on_any_number_of_ranks(size):
         buffer.drain(lambda part: parts.append(part) or [part])
     logged, _ = buffers[0].drain(lambda part: [part, *parts])
     assert logged == pytest.approx(expected)
+
+
+def test_entropy_by_value_is_that_of_rows_that_rebalancing_moves_to_another_rank():
+    """Two ranks of six rows; all of the first and one of the second have an advantage."""
+    values = ["a", None, "b", "a", 7, "b", "a", "b", 7, "a", None, "b"]
+    lengths = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 2, 4]
+    advantages = [1.0] * 6 + [0.0] * 3 + [1.0, 0.0, 0.0]
+    mask_NT = length_mask(lengths, 6, device="cpu")
+    number_N1, two_N2 = torch.arange(12)[:, None], torch.ones(12, 2).long()
+    rows_N = micro_batch(
+        *(two_N2, two_N2, number_N1 * mask_NT, mask_NT),
+        advantages_BX=torch.tensor(advantages)[:, None],
+        token_weights_BT=mask_NT.float(),
+        sequence_weight_B1=torch.ones(12, 1),
+        metric_values=tuple(values),
+    )
+
+    def on_rank(rank, gather, exchange):
+        budget = MicroBatchBudget(False, 3, 6, skip_zero_advantage=True, world_size=2, rank=rank)
+        window = rows_N.select(range(6 * rank, 6 * rank + 6)).split(3)
+        batches, _ = rebalance(window, "padded", budget, gather, exchange)
+        buffer, others = MetricBuffer(), 0
+        for batch in filter(None, batches):
+            numbers_BT, mask_BT = batch.completion_ids_BT, batch.loss_mask_BT
+            others += sum(number // 6 != rank for number in numbers_BT[:, 0].tolist())
+            entropy_BT = numbers_BT + 0.1 * torch.arange(mask_BT.shape[1]) + 9.0 * (mask_BT == 0)
+            buffer.record(entropy_by_value(batch, entropy_BT.requires_grad_()))
+        return buffer.drain(lambda part: gather([part]))[0], others
+
+    tokens = defaultdict(list)
+    for row, (value, length, advantage) in enumerate(zip(values, lengths, advantages, strict=True)):
+        if value is not None and advantage:
+            tokens[f"entropy/{value}"] += [row + 0.1 * place for place in range(length)]
+    (first, _), (second, others) = on_ranks(2, on_rank)
+    assert first == second == pytest.approx({name: fmean(each) for name, each in tokens.items()})
+    assert others  # rows of the first rank, on the second
 
 
 def test_at_most_32_values_have_metrics_of_their_own():
@@ -123,8 +165,7 @@ def test_a_mixture_has_metrics_by_source_in_training_and_evaluation(tmp_path):
     logs = made.state.log_history[0]
     sampled = {name: list(values) for name, values in seen.items()}
     assert {n for n in logs if n.endswith("/maths")} == {
-        f"{name}/maths"
-        for name in ("reward", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio")
+        f"{name}/maths" for name in ("reward", "frac_reward_zero_std", *LENGTHS, "entropy")
     }
     assert {name: logs[f"reward/{name}"] for name in sampled} == pytest.approx(
         {name: fmean(values) for name, values in sampled.items()}
@@ -135,6 +176,10 @@ def test_a_mixture_has_metrics_by_source_in_training_and_evaluation(tmp_path):
         assert found[f"eval_reward/{name}"] == pytest.approx(fmean(values))
         assert found[f"eval_pass@1/{name}"] == pytest.approx(fmean(value > 2 for value in values))
     assert len(seen) == 2
+    assert {name for name in found if "entropy" in name} == {
+        f"eval_entropy{of}" for of in ("", "/maths", "/code")
+    }
+    assert found["eval_entropy"] == pytest.approx(fmean(found[f"eval_entropy/{of}"] for of in seen), abs=0.2)
 
 
 def test_zero_is_a_value_of_an_evaluation(tmp_path):

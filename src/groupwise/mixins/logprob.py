@@ -48,6 +48,7 @@ class LogprobMixin:
     state: TrainerState
     logprob_mismatch: LogprobMismatchCheck
     logprob_computer: LogprobComputer
+    metrics_column: str
     aux_loss_enabled: bool
     objective_settings: ObjectiveSettings
 
@@ -81,6 +82,7 @@ class LogprobMixin:
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
         weight_digests = tuple(completion.weight_digest for completion in completions)
+        values = tuple(row.get(self.metrics_column) for row in rollouts.rows)
         contexts = tuple(completion.contexts or None for completion in completions)
         routed = tuple(completion.routed_experts for completion in completions)
         return TokenBatch(
@@ -96,6 +98,7 @@ class LogprobMixin:
             images=None if rollouts.images is None else tuple(rollouts.images),
             sampling_mask=None if all(row is None for row in sampling_mask) else sampling_mask,
             weight_digests=weight_digests if any(weight_digests) else None,
+            metric_values=None if all(value is None for value in values) else values,
             contexts=contexts if any(contexts) else None,
             dropped_B=torch.tensor(dropped, device=device) if any(dropped) else None,
             routed_experts=None if all(row is None for row in routed) else routed,

@@ -75,6 +75,7 @@ class TokenBatch(WithoutKeys):
     sampling_mask: tokens that truncated sampling kept, per row one entry for each completion token, in host
         memory (``SamplingMask`` has the cost); a row of None, and None for all rows: the whole vocabulary.
     weight_digests: per row, digests of the weights that sampled it (``Completion.weight_digest``).
+    metric_values: per row, its value of ``metrics_by`` or its source; None: no row has one.
     contexts: per row, where its tokens follow other ids than the prompt (``Completion.contexts``); None: no
         row has such tokens.
     dropped_B: True for a dropped completion, which counts in no normalizer; None: no row is dropped.
@@ -94,6 +95,7 @@ class TokenBatch(WithoutKeys):
     images: tuple[ImageInputs, ...] | None = field(default=None, metadata=_LIST)
     sampling_mask: tuple[SamplingMask | None, ...] | None = field(default=None, metadata=_LIST)
     weight_digests: tuple[str | None, ...] | None = field(default=None, metadata=_LIST)
+    metric_values: tuple[Any, ...] | None = field(default=None, metadata=_LIST)
     contexts: tuple[tuple[tuple[int, list[int]], ...] | None, ...] | None = field(
         default=None, metadata=_LIST
     )

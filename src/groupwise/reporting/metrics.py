@@ -28,7 +28,7 @@ from groupwise.core.metrics import (
     merge_metrics,
 )
 from groupwise.errors import as_number, checked_entries, warn_once
-from groupwise.records import RewardBatch, RolloutBatch
+from groupwise.records import MicroBatch, RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards
 from groupwise.reporting.table import CompletionRow
 from groupwise.reporting.timing import StepTimer
@@ -309,3 +309,13 @@ def metrics_by_value(
             found |= reward_metrics(groups, [], aggregation)
         metrics |= {name + BY + value: found[name] for name in _BY_VALUE if name in found}
     return metrics
+
+
+def entropy_by_value(batch: MicroBatch, entropy_BT: torch.Tensor) -> Metrics:
+    """Return the entropy of the loss tokens for each value of ``metrics_by``, on the device.
+
+    Values travel with their rows, which rebalancing may have given to another rank.
+    """
+    totals_B, counts_B = (entropy_BT.detach() * batch.loss_mask_BT).sum(-1), batch.loss_mask_BT.sum(-1)
+    rows = zip(batch.metric_values or (), totals_B, counts_B, strict=True)
+    return merge_metrics({f"entropy{BY}{value}": Mean(*sums)} for value, *sums in rows if value is not None)
