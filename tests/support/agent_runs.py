@@ -55,10 +55,14 @@ def with_calls(fake: Any, text: Any) -> Any:
         for choice in found["choices"] if path == GENERATE else ():
             seed = body["sampling_params"]["seed"] + choice["index"]
             first = letters[0] if seed % 3 else letters[6]  # "a" begins a call
-            tokens = [first, letters[seed % 8], letters[4], text.eos_token_id]
-            for entry, token in zip(choice["logprobs"]["content"], tokens, strict=True):
+            tokens, content = (
+                [first, letters[seed % 8], letters[4], text.eos_token_id],
+                choice["logprobs"]["content"],
+            )
+            for entry, token in zip(content, tokens, strict=False):  # fewer at the length limit
                 entry["token_id"] = token
-            choice["token_ids"], choice["finish_reason"] = tokens, "stop"
+            choice["token_ids"] = tokens[: len(content)]
+            choice["finish_reason"] = "stop" if len(content) == len(tokens) else "length"
         return found
 
     fake.answer = calling

@@ -308,7 +308,7 @@ class VLLMServerBackend(VLLMBackend):
                     if first.weight_transfer in WITH_METADATA:
                         self._weights.metadata()  # a collective, so before a failure of rank 0
                     self._on_all_ranks(partial(self._prepare, retry=attempt > 1))
-                    self.servers.steps.append(step)  # while they are suspended: no token belongs to two steps
+                    self._on_all_ranks(partial(self.servers.steps.append, step))  # on all, while suspended
                     digests = self._on_all_ranks(partial(self._push, step))
                 self._check.done = True
                 return digests[0]
