@@ -78,6 +78,7 @@ def mixin(accelerator=None, **settings):
         reference=Reference(),
         logprob_computer=Computer(),
         aux_loss_enabled=True,
+        metrics_column="",
     )
 
 

@@ -100,6 +100,7 @@ def test_padded_log_probs_are_read_without_lists(monkeypatch):
         [{}] * 2, [""] * 2, [[4]] * 2, [Completion([5] * len(row), logps=row) for row in rows], [""] * 2
     )
     collated, padded = LogprobMixin(), []
+    collated.metrics_column = ""
     collated.accelerator = SimpleNamespace(device=torch.device("cpu"), process_index=0)
     collated.processing_class = SimpleNamespace(pad_token_id=0)
     collated.args = SimpleNamespace(
