@@ -53,7 +53,8 @@ def loss_and_gradient(
         entropy: coefficient of the entropy bonus; None: the initial one.
     """
     parts = [
-        host(mixin, OneRank(), settings=vars(config)) for mixin in (LogprobMixin, AdvantageMixin, LossMixin)
+        host(mixin, OneRank(), settings=vars(config), metrics_column="")
+        for mixin in (LogprobMixin, AdvantageMixin, LossMixin)
     ]
     logprob, advantage, loss = parts
     logprob.processing_class = SimpleNamespace(pad_token_id=0)
@@ -99,7 +100,7 @@ def experience(
         for i, row in enumerate(samples.logps)
     ]
     count = len(samples)
-    nothing: list[Any] = [None] * count
+    nothing: list[Any] = [{}] * count
     rollouts = RolloutBatch(nothing, nothing, [[5]] * count, completions, nothing, samples.size)
     old = samples.logps if samples.old is None else samples.old
     known = samples.old is not None or config.kl_in_reward
