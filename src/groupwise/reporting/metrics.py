@@ -318,4 +318,4 @@ def entropy_by_value(batch: MicroBatch, entropy_BT: torch.Tensor) -> Metrics:
     """
     totals_B, counts_B = (entropy_BT.detach() * batch.loss_mask_BT).sum(-1), batch.loss_mask_BT.sum(-1)
     rows = zip(batch.metric_values or (), totals_B, counts_B, strict=True)
-    return merge_metrics({f"entropy{BY}{value}": Mean(*sums)} for value, *sums in rows if value is not None)
+    return merge_metrics({"entropy" + BY + str(of): Mean(*sums)} for of, *sums in rows if of is not None)
