@@ -230,15 +230,15 @@ def shut_down(engine: Any) -> None:
     vLLM destroys all process groups of this process. They are kept while others use them: engines that still
     run, whose next step would fail, and the trainer if its default group is older than the engine.
     """
+    if not (_with_group.pop(engine, False) or _with_group):
+        engine.llm_engine.engine_core.shutdown()
+        return
     from vllm.distributed import parallel_state
 
-    keeps_groups = _with_group.pop(engine, False) or len(_with_group) > 0
-    names = ("destroy_model_parallel", "destroy_distributed_environment") if keeps_groups else ()
+    names = ("destroy_model_parallel", "destroy_distributed_environment")
     originals = {name: getattr(parallel_state, name) for name in names}
-    for name in names:
-        setattr(parallel_state, name, lambda: None)
+    vars(parallel_state).update(dict.fromkeys(names, lambda: None))
     try:
         engine.llm_engine.engine_core.shutdown()
     finally:
-        for name, original in originals.items():
-            setattr(parallel_state, name, original)
+        vars(parallel_state).update(originals)
