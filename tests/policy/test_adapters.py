@@ -142,8 +142,8 @@ def test_virtual_tokens_precede_a_prompt_as_if_it_were_alone(tmp_path, kind):
     def logps(rows, head):
         ids, chosen = [prompts[row] for row in rows], [completions[row] for row in rows]
         run.logprob_computer.head = replace(run.logprob_computer.head, name=head)
-        texts = [""] * len(rows)
-        return run.compute_logprobs(run.model, run.collate(RolloutBatch(texts, texts, ids, chosen, texts)))
+        none, texts = [{}] * len(rows), [""] * len(rows)
+        return run.compute_logprobs(run.model, run.collate(RolloutBatch(none, texts, ids, chosen, texts)))
 
     for head in ("chunked", "dense"):
         together_BT = logps(range(4), head).logps_BT
