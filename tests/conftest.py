@@ -141,16 +141,18 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def registrations_end_with_their_test():
-    """Remove the registrations of a test after it: other tests iterate over the registries."""
+def warnings_and_registrations_end_with_their_test():
+    """Let each test give the warnings of a process once; remove its registrations, which other tests list."""
     from groupwise.core.advantages import ADVANTAGES, AGGREGATIONS
     from groupwise.core.objectives import OBJECTIVES
     from groupwise.core.weights import NORMALIZERS
+    from groupwise.errors import warn_once
 
     registries = [OBJECTIVES, NORMALIZERS, ADVANTAGES, AGGREGATIONS]
     if backends := sys.modules.get("groupwise.generation.backends"):  # slow to import for tests of core/
         registries.append(backends.BACKENDS)
     before = [dict(registry._entries) for registry in registries]
+    warn_once.cache_clear()
     yield
     for registry, entries in zip(registries, before, strict=True):
         registry._entries = entries

@@ -23,7 +23,7 @@ from support.fakes.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer
 
 from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
 from groupwise.agents.tools import ToolResult, tool_result
-from groupwise.errors import ConfigError, warn_once
+from groupwise.errors import ConfigError
 from groupwise.records import RolloutBatch, SamplingOptions
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.tool_calls import ToolCall
@@ -152,7 +152,6 @@ def test_sync_tools_run_in_this_thread_in_order_and_async_ones_concurrently():
 
 
 def test_a_tool_leaves_the_gradient_mode_as_it_was(caplog):
-    warn_once.cache_clear()
 
     def switch() -> None:
         torch.set_grad_enabled(False)
@@ -719,7 +718,6 @@ def result_of(function, **options) -> ToolResult:
 )
 @pytest.mark.parametrize("key", ["image", "path", "url", "base64"])
 def test_image_blocks_with_paths_and_urls_are_text(image, key, caplog):
-    warn_once.cache_clear()
     value = [{"type": "image", key: image}]
     assert result_of(returning(value)) == ToolResult(str(value))
     assert "allow_image_paths" in caplog.text

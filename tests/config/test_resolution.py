@@ -79,7 +79,6 @@ def test_generation_kwargs_set_the_field_of_the_same_meaning(build):
 
 
 def test_generation_kwargs_override_fields_with_a_warning(build, caplog):
-    warn_once.cache_clear()
     kwargs = {"temperature": 0.7, "max_tokens": 32, "top_k": None}
     config = build(temperature=0.9, max_completion_length=64, top_k=0, generation_kwargs=kwargs)
     assert (config.temperature, config.max_completion_length, config.top_k) == (0.7, 32, 0)

@@ -8,7 +8,7 @@ import pytest
 from support.configs import invalid
 
 from groupwise.config.validation import check, violations
-from groupwise.errors import ConfigError, warn_once
+from groupwise.errors import ConfigError
 
 
 def test_the_defaults_violate_nothing(build):
@@ -87,7 +87,6 @@ def test_relations_are_checked_once_every_value_is_valid(build):
     ],
 )
 def test_settings_without_effect_are_warned_of_once(build, caplog, kwargs, warned):
-    warn_once.cache_clear()
     build(**kwargs)
     build(**kwargs)
     messages = [
@@ -97,7 +96,6 @@ def test_settings_without_effect_are_warned_of_once(build, caplog, kwargs, warne
 
 
 def test_settings_with_effect_are_not_mentioned(build, caplog):
-    warn_once.cache_clear()
     build(
         delta=4.0,
         loss_type="grpo",

@@ -202,7 +202,6 @@ def test_a_batch_that_cannot_be_filled_takes_groups_without_variance():
 
 
 def test_one_warning_names_the_groups_without_variance(caplog):
-    warn_once.cache_clear()
     prompts = Prompts({0, 1, 2}, 2)
     with caplog.at_level(logging.WARNING):
         fill(prompts, sampling_config(3, 2, max_rounds=1))

@@ -18,12 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, trl_hooks
-from groupwise.errors import warn_once
-
-
-@pytest.fixture(autouse=True)
-def _warnings_of_this_test() -> None:
-    warn_once.cache_clear()
 
 
 def lora() -> LoraConfig:

@@ -10,7 +10,7 @@ import torch
 from support.fakes.mixin_hosts import Ranks, host
 
 from groupwise.core.advantages import AdvantageSettings, normalized_advantages
-from groupwise.errors import RewardError, TrainingError, warn_once
+from groupwise.errors import RewardError, TrainingError
 from groupwise.mixins import RewardMixin
 from groupwise.mixins import reward as reward_module
 from groupwise.random_state import RandomState
@@ -152,7 +152,6 @@ def test_a_group_with_prompts_of_two_datasets_names_rank_and_row(other_rank):
 
 
 def test_different_tasks_in_a_group_are_said_once(other_rank, caplog):
-    warn_once.cache_clear()
     batch = rollouts((1, 2, 3, 4), num_generations=2)
     batch.prompts[2] = "q"
     batch.completions[3] = replace(batch.completions[3], dropped=True)  # of a failed reset

@@ -25,7 +25,6 @@ from groupwise.commands.cli.run_file import RunArguments, read_run
 from groupwise.commands.cli.sources import lora_config
 from groupwise.commands.cli.trl_keys import TRL_KEYS
 from groupwise.compat.trl import TRL_DEFAULTS, TRL_SPELLINGS, TRL_VERSION
-from groupwise.errors import warn_once
 from groupwise.hf.arguments import check_arguments
 
 trl = pytest.importorskip("trl")
@@ -102,7 +101,6 @@ def test_the_configuration_of_trl_hooks_has_the_defaults_of_trl(tmp_path):
 
 
 def test_a_script_of_trl_names_the_defaults_that_it_leaves(tmp_path, caplog, monkeypatch):
-    warn_once.cache_clear()
     common = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "use_cpu": True}
     for config in (
         trl_hooks.GRPOConfig(**common, beta=0.1),
@@ -130,7 +128,6 @@ def test_a_script_of_trl_names_the_defaults_that_it_leaves(tmp_path, caplog, mon
 
 @pytest.mark.parametrize("how", ["arguments", "dict", "json", "yaml"])
 def test_a_configuration_that_trl_wrote_loads_without_a_warning(how, tmp_path, caplog):
-    warn_once.cache_clear()
     theirs = their_config(tmp_path)
     dumped, file = theirs.to_dict(), tmp_path / f"config.{how}"
     parser = HfArgumentParser(GRPOConfig)

@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from groupwise.errors import RewardError, warn_once
+from groupwise.errors import RewardError
 from groupwise.records import Completion, RolloutBatch
 from groupwise.rewards.runtime import calling
 from groupwise.rewards.runtime.calling import call_rewards
@@ -102,7 +102,6 @@ def test_threads_keep_the_callers_gradient_mode(grad):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("timeout", [None, FOREVER])
 def test_a_gradient_mode_that_a_function_leaves_behind_is_set_back(grad, timeout, caplog):
-    warn_once.cache_clear()
 
     def switches(**_):
         torch.set_grad_enabled(not torch.is_grad_enabled())

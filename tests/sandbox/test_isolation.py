@@ -67,7 +67,7 @@ def test_completions_are_judged_one_by_one_in_order():
     [
         ("crash", r"ended its process \(SIGSEGV\)"),
         ("exit", r"ended its process \(exit code 3\)"),
-        ("hang", "took longer than 2.0 seconds and was killed"),
+        ("hang", "took longer than 1.0 seconds and was killed"),
         ("leave", "raised SystemExit: 0"),
         ("raise", "raised KeyError: 'no such answer'"),
         ("two", r"raised ValueError: log_extra\('said', ...\) has 2 values for one completion"),
@@ -77,8 +77,8 @@ def test_a_failure_is_that_of_one_completion(text, said):
     texts = ["a", text, "bb", text, "ccc"]
     metrics = {}
     # Only what hangs is to reach the limit: a crash takes a while on a busy machine.
-    timeout = 2.0 if text == "hang" else 60.0
-    tolerant = isolated(by_text, timeout=timeout, on_error="none")
+    timeout = 1.0 if text == "hang" else 60.0
+    tolerant = isolated(by_text, timeout=timeout, on_error="none", processes=2)
     assert judge(tolerant, texts, log_metric=metrics.__setitem__) == [1.0, None, 2.0, None, 3.0]
     assert metrics["rewards/by_text/failed_rows"] == 2.0
     assert judge(tolerant, ["dddd"]) == [4.0]  # and it goes on

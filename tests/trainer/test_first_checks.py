@@ -22,7 +22,6 @@ from support.runs import chats, count_reward, policy, prompts, tokenizer, traine
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
 from groupwise.commands.sweeps.scheduler import Sweep
 from groupwise.compat.trl import REFUSED_METHODS
-from groupwise.errors import warn_once
 from groupwise.hf.arguments import check_arguments, check_processes
 from groupwise.policy.loading import load_policy
 from groupwise.rewards import ProcessRewardModel
@@ -241,7 +240,6 @@ def test_arguments_of_a_wrong_kind_are_named_before_the_model_is_loaded(tmp_path
 
 
 def test_rewards_that_are_all_none_are_said_once(tmp_path, caplog):
-    warn_once.cache_clear()
     trainer(tmp_path, lambda completions, **_: [None] * len(completions)).train()
     assert caplog.text.count("every reward of a generation is None, and nothing is trained") == 1
 
@@ -417,7 +415,6 @@ def test_evaluate_names_the_missing_column(tmp_path):
 
 
 def test_the_stock_count_of_tokens_is_left_to_num_tokens(tmp_path, caplog):
-    warn_once.cache_clear()
     made = trainer(tmp_path, include_num_input_tokens_seen=True, max_steps=1)
     made.train()
     assert "include_num_input_tokens_seen='all' is ignored" in caplog.text

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from groupwise import ConfigError
-from groupwise.errors import warn_once
 from groupwise.records import Experience
 from groupwise.trl_hooks import inputs as hook_inputs
 
@@ -107,7 +106,6 @@ def test_the_shuffle_and_the_split_are_those_of_trl():
 
 
 def test_rows_that_do_not_fill_a_micro_batch_are_dropped_with_a_warning(caplog):
-    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         parts = hook_inputs.split_rows({"x": torch.arange(5), "texts": list("abcde")}, 2)
         hook_inputs.split_rows({"x": torch.arange(5)}, 2)

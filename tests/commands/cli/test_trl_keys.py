@@ -224,8 +224,6 @@ def test_the_server_command_reads_the_model_of_trl(trl_file, tiny, capsys):
     [({"max_completion_length": ...}, True), ({"max_completion_length": 256}, False)],
 )
 def test_a_run_of_trl_names_a_default_that_it_leaves(trl_file, caplog, changes, said):
-    from groupwise.errors import warn_once
 
-    warn_once.cache_clear()
     read_run(["--config", trl_file(**changes)], "train")
     assert ("max_completion_length=256 (TRL: 512)" in caplog.text) is said

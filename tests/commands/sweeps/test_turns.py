@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from groupwise.commands.sweeps.turns import ClosedError, TurnThread, preserved_accelerate
 from groupwise.errors import BackendError
@@ -81,6 +82,7 @@ def test_each_thread_has_its_own_state_of_accelerate():
 def test_a_configuration_can_be_built_beside_a_trainer(tmp_path):
     from groupwise import GRPOConfig
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test
     accelerator = Accelerator(cpu=True)
     with preserved_accelerate():
         GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")  # resets the state
