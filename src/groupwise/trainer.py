@@ -57,6 +57,7 @@ from groupwise.hf import checkpointing
 from groupwise.hf.arguments import (
     check_arguments,
     check_methods,
+    check_source,
     rewards_read_rows,
     warn_of_rollout_settings,
     with_known_arguments,
@@ -306,6 +307,7 @@ class GRPOTrainer(
             ConfigError: there are some; the message names the methods to override instead.
         """
         check_methods(self, REFUSED_METHODS, f"A subclass written for TRL: {TRL_HOOKS}")
+        check_source(self)
 
     def may_have_placeholder_logps(self) -> bool:
         """Return True if log-probs of completions may be placeholders: those of a ``rollout_func``."""

@@ -42,7 +42,7 @@ def run_script(script: Path, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """What the worker and the example after it printed, and the directory of the example's run."""
+    """Output of the worker and of the example after it, and the directory of the example's run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", KEY)
         directory = tmp_path_factory.mktemp("server")

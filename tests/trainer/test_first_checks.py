@@ -79,6 +79,28 @@ def test_what_only_trls_trainer_has_is_an_error_that_names_the_counterpart(tmp_p
         trainer(tmp_path, kind=kind).train()
 
 
+def test_a_source_that_reads_what_only_trls_trainer_has_is_refused_before_the_model_is_loaded(tmp_path):
+    class Appends(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self._metrics["train"]["x"].append(1.0)
+
+    class Subscripts(GRPOTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return (inputs["advantages"] * inputs["completion_mask"]).sum()
+
+    class Calls(Subscripts):
+        def compute_loss(self, model, batch, return_outputs=False, num_items_in_batch=None):
+            return self._get_per_token_logps_and_entropies(model, batch.completion_ids_BT, None, 4)
+
+    for kind, message in (
+        (Appends, r"Appends reads self\._metrics, which does not exist; use record_metric"),
+        (Subscripts, r"Subscripts\.compute_loss reads inputs\['advantages'\], but inputs is a MicroBatch"),
+        (Calls, r"Calls reads self\._get_per_token_logps_and_entropies.* use compute_logprobs"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{message}.*from groupwise\.trl_hooks import"):
+            kind(str(tmp_path / "absent"), count_reward)
+
+
 def test_a_subclass_may_have_its_own_attributes_and_dictionaries_of_these_names(tmp_path):
     class Own(GRPOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -89,11 +89,8 @@ def merge_generations(snapshots: Sequence[dict[str, Any]], config: GRPOConfig) -
     Raises:
         ConfigError: the rows do not divide into the present micro-batches.
     """
-    parts, by_row, ranks = (
-        [each["entries"] for each in snapshots],
-        config.splits_generation,
-        config.world_size,
-    )
+    parts = [each["entries"] for each in snapshots]
+    by_row, ranks = config.splits_generation, config.world_size
     entries = list(chain.from_iterable(zip(*parts, strict=True) if by_row else parts))
     joined = {**snapshots[0], "entries": entries, "cursor": snapshots[0]["cursor"] * len(snapshots)}
     whole = cut_anew(joined, config.per_device_train_batch_size, ranks)

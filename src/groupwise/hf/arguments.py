@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +20,7 @@ from transformers import PreTrainedModel
 
 from groupwise.compat import check_version
 from groupwise.compat.transformers import name_or_path
-from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_VERSION
+from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
 from groupwise.config.grpo_config import GRPOConfig, resolve
 from groupwise.config.settings import default_of, refuse_unknown
 from groupwise.config.validation import unsupported_parallelism
@@ -82,6 +85,44 @@ def with_known_arguments(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return checked
+
+
+def check_source(trainer: object) -> None:
+    """Refuse a subclass that reads what only TRL's trainer has, where its source can be read.
+
+    Elsewhere, and for a name that the subclass assigns or asks for as text, the error comes when it is read.
+
+    Raises:
+        ConfigError: the first such name, with its counterpart.
+    """
+    kind, nodes = type(trainer).__name__, list[ast.AST]()
+    for base in type(trainer).__mro__:
+        if base.__module__.partition(".")[0] not in ("groupwise", "transformers", "builtins"):
+            with suppress(OSError, TypeError, SyntaxError):  # typed into a shell
+                nodes += ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    selves = _names(nodes, "self")
+    own = [node for node in nodes if isinstance(node, ast.Attribute) and node.value in selves]
+    known: set[object] = {node.attr for node in own if isinstance(node.ctx, ast.Store)}
+    known |= {node.value for node in nodes if isinstance(node, ast.Constant)}  # hasattr(self, "_metrics")
+    for name in {node.attr: None for node in own if node.attr not in known}:
+        absent = inspect.getattr_static(type(trainer), name, None)
+        if isinstance(absent, AbsentAttribute):
+            raise ConfigError(f"{kind} reads self.{name}, which does not exist; use {absent.way_out}")
+    for loss in nodes:
+        if isinstance(loss, ast.FunctionDef) and loss.name == "compute_loss" and len(loss.args.args) > 2:
+            record, inside = loss.args.args[2].arg, [*ast.walk(loss)]
+            names = _names(inside, record)
+            keys = [node for node in inside if isinstance(node, ast.Subscript) and node.value in names]
+            if keys and all(isinstance(name.ctx, ast.Load) for name in names):
+                raise ConfigError(
+                    f"{kind}.compute_loss reads {ast.unparse(keys[0])}, but {record} is a MicroBatch, whose "
+                    f"fields are attributes: {record}.completion_mask_BT. A subclass written for TRL: "
+                    f"{TRL_HOOKS}"
+                )
+
+
+def _names(nodes: Iterable[ast.AST], name: str) -> list[ast.Name]:
+    return [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
 
 
 def rewards_read_rows(trainer: object) -> bool:

@@ -75,14 +75,15 @@ class LogprobMixin:
         sampler_logps_BT = None  # without a separate sampler, which the loss would correct for
         if any(completion.logps is not None for completion in completions):
             # NaN for completions without log-probs and on padding.
-            # vars: arrays stay arrays.
+            # vars: an array where there is one; the attribute would copy it into a list.
             logps = [vars(each)["logps"] or [math.nan] * len(each.token_ids) for each in completions]
             sampler_logps_BT = pad_sequences(logps, math.nan, dtype=torch.float32, **pad)
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
             sampling_mask = (None,) * len(completions)
         weight_digests = tuple(completion.weight_digest for completion in completions)
-        values = tuple(row.get(self.metrics_column) for row in rollouts.rows)
+        column = self.metrics_column  # "": no metrics by value
+        values = tuple(row.get(column) for row in rollouts.rows) if column else ()
         contexts = tuple(completion.contexts or None for completion in completions)
         routed = tuple(completion.routed_experts for completion in completions)
         return TokenBatch(
