@@ -162,7 +162,7 @@ class _Output:
 
     def result(self) -> bytes:
         """Return the output after the process has ended, with all processes that it started."""
-        self.thread.join()
+        self.thread.join(5)  # a program outlives a launcher that was killed just when it started it
         return bytes(self.content[: self.limit])
 
 
