@@ -31,7 +31,7 @@ GAE = [[RNG.gauss(0, 1) for _ in range(WIDTH)] for _ in range(ROWS)]
 
 
 @pytest.fixture(autouse=True)
-def registered(registrations_end_with_their_test):
+def registered(warnings_and_registrations_end_with_their_test):
     methods.register()
 
 
