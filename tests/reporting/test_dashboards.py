@@ -1,4 +1,4 @@
-"""Completions in dashboards, warnings as alerts, and the default tracker."""
+"""Completions in dashboards, and the default tracker."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from support.runs import trainer
-from transformers import TrainerControl, TrainerState
 
 from groupwise import GRPOConfig
 from groupwise.reporting.completions import report_completions
-from groupwise.reporting.dashboards import TrackioAlertsCallback, tool_spans
+from groupwise.reporting.dashboards import tool_spans
 
 COLUMNS = ["step", "prompt", "completion", "accuracy", "form", "advantage", "length"]
 VALUES = [[3, "What is 2+2?", "4", 1.0, None, 0.5, 1], [3, "What is 2+2?", "5", None, 0.25, 0.5, "one"]]
@@ -113,32 +112,6 @@ def test_calls_of_tools_are_spans():
     ]
     assert {(span["kind"], span["input"]) for span in spans} == {("tool", "{}")}
     assert len({span["id"] for span in spans}) == 3
-
-
-def test_warnings_of_the_library_are_alerts_while_training(trackio, tmp_path, make_args):
-    args, callback = make_args(report_to=["trackio"]), TrackioAlertsCallback()
-    state = TrainerState(is_world_process_zero=True)
-    log = logging.getLogger("groupwise.somewhere")
-    trackio.init(project="groupwise-test", name="run", auto_log_cpu=False)
-    callback.on_train_begin(args, state, TrainerControl())
-    callback.on_train_begin(args, state, TrainerControl())  # after a training that an error ended
-    log.warning("reward %r: it is slow", "f")
-    log.info("not a warning")
-    logging.getLogger("elsewhere").warning("not ours")
-    callback.on_train_end(args, state, TrainerControl())
-    log.warning("after the end")
-    trackio.finish()
-    assert stored(tmp_path, "select title, text, level from alerts") == [("reward 'f'", "it is slow", "warn")]
-
-
-@pytest.mark.parametrize("report_to", [["trackio"], []])
-def test_no_alerts_without_a_run_or_report_to(trackio, make_args, report_to):
-    args, before = make_args(), list(logging.getLogger("groupwise").handlers)
-    args.report_to = report_to
-    if not report_to:
-        trackio.init(project="groupwise-test", name="run", auto_log_cpu=False)
-    TrackioAlertsCallback().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
-    assert logging.getLogger("groupwise").handlers == before
 
 
 @pytest.mark.parametrize(

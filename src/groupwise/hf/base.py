@@ -47,7 +47,6 @@ from groupwise.random_state import RandomState
 from groupwise.records import MicroBatch, Mode
 from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.callback import GRPOCallback
-from groupwise.reporting.dashboards import TrackioAlertsCallback
 from groupwise.reporting.evaluation import ComputeMetrics, EvaluationMetrics
 from groupwise.reporting.metrics import MetricBuffer
 from groupwise.reporting.metrics_file import MetricsFileCallback
@@ -214,8 +213,8 @@ class BaseTrainer(Trainer):
                     cast(Any, self.optimizer).eval()  # the averages are the result, which save_model() writes
                 return output
             except BaseException as error:
-                for callback in self.callback_handler.callbacks:  # a signal handler, a handler of logs
-                    if isinstance(callback, (JITCheckpointCallback, TrackioAlertsCallback)):
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, JITCheckpointCallback):  # a signal handler
                         callback.on_train_end(self.args, self.state, self.control)
                 if not isinstance(error, _FinishedRunError):
                     if self.stages.others:
@@ -643,7 +642,6 @@ class BaseTrainer(Trainer):
 def _add_callbacks(trainer: BaseTrainer, args: GRPOConfig) -> None:
     show_log_lines(trainer, args.terminal_metrics or ())
     trainer.add_callback(MetricsFileCallback(trainer.fast_paths))
-    trainer.add_callback(TrackioAlertsCallback())
     if args.save_rollouts:
         from groupwise.reporting.rollout_files import RolloutFiles
 

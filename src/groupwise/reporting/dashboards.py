@@ -1,4 +1,4 @@
-"""Completions in dashboards: a table in wandb, traces in trackio; and warnings as trackio's alerts."""
+"""Completions in dashboards: a table in wandb, traces in trackio."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
-
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.errors import log_boundary
 from groupwise.reporting.table import CompletionRow, PlainMessage, Table
@@ -104,38 +102,3 @@ _DASHBOARDS: dict[
     "wandb": (lambda wandb: wandb.run is not None, _wandb_table),
     "trackio": (lambda trackio: trackio.context_vars.current_run.get() is not None, _traces),
 }
-
-
-class _Alerts(logging.Handler):
-    """Send warnings to a run of trackio as alerts."""
-
-    def __init__(self, run: Any) -> None:
-        super().__init__(logging.WARNING)
-        self.run = run
-
-    def emit(self, record: logging.LogRecord) -> None:
-        title, _, text = record.getMessage().partition(": ")
-        self.run.alert(title=title, text=text or None, level=sys.modules["trackio"].AlertLevel.WARN)
-
-
-class TrackioAlertsCallback(TrainerCallback):
-    """Send warnings of this library to the active run of trackio while training, if there is one."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._remove()
-        module = sys.modules.get("trackio")
-        run = module and "trackio" in (args.report_to or ()) and module.context_vars.current_run.get()
-        if run and state.is_world_process_zero:
-            # The handler keeps the run: threads do not see the current one, a context variable.
-            logging.getLogger("groupwise").addHandler(_Alerts(run))
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        """Remove the handler, also that of a training which an error ended."""
-        ours = logging.getLogger("groupwise")
-        for handler in [handler for handler in ours.handlers if isinstance(handler, _Alerts)]:
-            ours.removeHandler(handler)
