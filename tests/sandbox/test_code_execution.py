@@ -218,6 +218,14 @@ def test_huge_output_is_truncated():
 
 
 @needs_isolation
+def test_input_larger_than_a_pipe_is_read_or_left():
+    given = "x" * MB
+    assert run("print(len(input()))", given) == ("ok", f"{MB}\n")
+    assert run("print(1)", given) == ("ok", "1\n")
+    assert run("import time; time.sleep(60)", given, timeout=0.5).status == "timeout"
+
+
+@needs_isolation
 def test_memory_is_limited():
     assert run("x = bytearray(400 * 2**20)").status == "failed"
     assert run("x = bytearray(100 * 2**20)").status == "ok"

@@ -58,8 +58,8 @@ class LinuxSandbox:
     - has a read-only file system with the interpreter (``bin``, ``lib`` and ``pyvenv.cfg`` of its prefixes),
       ``/usr`` and four devices, without user files and ``/proc``, and a temporary, writable ``/tmp`` of 8
       times ``SandboxLimits.output``;
-    - has a pipe as its standard output, and cannot use the kernel's keyrings, System V IPC, ``memfd_create``,
-      ``io_uring`` or ``userfaultfd``;
+    - has pipes as its standard input and output, and cannot use the kernel's keyrings, System V IPC,
+      ``memfd_create``, ``io_uring`` or ``userfaultfd``;
     - has no network, not even loopback to the machine, and no sockets but those of IP and AF_UNIX, and sees
       only its own processes;
     - has no environment variables of the training process and no root privileges;
@@ -98,21 +98,17 @@ class LinuxSandbox:
             }
             # -S skips site-packages: start-up dominates the cost of a short program.
             command = [sys.executable, "-I", "-S", launcher.__file__, json.dumps(job)]
-            given = _sealed(stdin.encode("utf-8", errors="replace"))
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=given,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            finally:
-                os.close(given)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # a file could be given space on its disk
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
             written = _Output(process, limits.output)
-            errors = _wait(process, limits.timeout)
+            errors = _wait(process, stdin.encode("utf-8", errors="replace"), limits.timeout)
             output = written.result()
             if errors:
                 raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
@@ -122,19 +118,6 @@ class LinuxSandbox:
             }
             text = output.decode("utf-8", errors="replace")
             return SandboxResult(statuses.get(process.returncode, "timeout"), text)
-
-
-def _sealed(content: bytes) -> int:
-    """Return a file descriptor in memory that cannot be written to, nor be given space on a disk."""
-    import fcntl
-
-    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
 
 
 class _Output:
@@ -166,15 +149,15 @@ class _Output:
         return bytes(self.content[: self.limit])
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float) -> str:
+def _wait(process: subprocess.Popen[bytes], stdin: bytes, timeout: float) -> str:
     """Wait for the launcher, or stop it if it exceeds its own time limit. Returns its stderr."""
     try:
-        return process.communicate(timeout=timeout + 10)[1].decode(errors="replace")
+        return process.communicate(stdin, timeout=timeout + 10)[1].decode(errors="replace")
     except subprocess.TimeoutExpired:
         return ""
     finally:
         if process.poll() is None:
             process.kill()  # the kernel kills the program and its processes with it
             process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
+            for pipe in filter(None, (process.stdin, process.stderr)):
+                pipe.close()
