@@ -75,13 +75,10 @@ SIGNATURES = [
     ("peft.tuners.lora", "Linear.merge", ["self"]),
     ("peft.tuners.lora", "Linear.get_delta_weight", ["self", "adapter"]),
     ("peft.tuners.trainable_tokens", "TrainableTokensLayer.get_merged_weights", ["self", "active_adapters"]),
-    *(
-        (
-            "vllm.distributed.weight_transfer",
-            f"{factory}.register_engine",
-            ["name", "module_path_or_cls", "class_name"],
-        )
-        for factory in ("WeightTransferEngineFactory", "WeightTransferTrainerFactory")
+    (
+        "vllm.distributed.weight_transfer",
+        "WeightTransferEngineFactory.register_engine",
+        ["name", "module_path_or_cls", "class_name"],
     ),
     (
         "vllm.distributed.weight_transfer",

@@ -25,7 +25,7 @@ from groupwise import ConfigError, GRPOConfig, GRPOTrainer
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import colocate, transfer
 from groupwise.generation.vllm.colocate import ColocatedBackend, check_policy
-from groupwise.generation.vllm.transfer import BucketSender, BucketSenderInfo, WeightTransfer
+from groupwise.generation.vllm.transfer import BucketSender, WeightTransfer
 from groupwise.generation.vllm.weight_source import EngineWeights
 from groupwise.records import SamplingOptions
 
@@ -267,7 +267,7 @@ def test_buckets_pass_through_shared_memory_files_that_are_removed(shared_memory
 
 
 def new_sender():
-    return BucketSender(BucketSenderInfo(), Receiver(), [])
+    return BucketSender(Receiver(), [])
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_files_of_a_killed_process_are_removed_by_the_next_sender(shared_memory)
         "import os, pathlib, signal, sys\n"
         "from groupwise.generation.vllm import transfer\n"
         "transfer._SHARED_MEMORY = pathlib.Path(sys.argv[1])\n"
-        "sender = transfer.BucketSender(transfer.BucketSenderInfo(), None, [])\n"
+        "sender = transfer.BucketSender(None, [])\n"
         "(sender.directory / 'bucket').write_text('weights')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

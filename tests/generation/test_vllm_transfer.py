@@ -22,18 +22,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.fakes import weight_receiver
-from support.runs import policy
 from support.workers.launch import WITH_VLLM, Script
 
 pytest.importorskip("vllm")
-from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from groupwise.errors import BackendError
-from groupwise.generation.vllm import plugin, transfer
+from groupwise.generation.vllm import transfer
 from groupwise.generation.vllm.client import LostAnswerError
-from groupwise.generation.vllm.transfer import BucketSenderInfo, WeightTransfer
+from groupwise.generation.vllm.transfer import WeightTransfer
 from groupwise.generation.vllm.weight_source import EngineWeights
 
 pytestmark = pytest.mark.vllm
@@ -473,30 +470,6 @@ def test_other_ranks_read_all_weights_and_send_nothing(backend: str) -> None:
     sender.push(0)
     sender.close()
     assert len(read) == len(weights_of(0))
-
-
-def test_the_engine_without_a_gpu_is_in_the_factory_of_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the client and the source of another program."""
-    monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
-    plugin.register()
-    got: dict[str, torch.Tensor] = {}
-
-    class Client(Engines):
-        def update_weights(self, request: dict[str, Any]) -> None:
-            super().update_weights({"update_info": request})
-            got.update(load_file(request["path"]) if request else {})
-
-    model, client = policy(), Client()
-    engine = WeightTransferTrainerFactory.trainer_init(
-        BucketSenderInfo(), client=client, source=ModuleSource(model)
-    )
-    engine.send_weights()
-    engine.shutdown()
-    assert client.infos[-1] == {} and client.versions == [None] and list(tmp_path.iterdir()) == []
-    for name, parameter in model.named_parameters():
-        assert torch.equal(got[name], parameter)
 
 
 def test_a_missing_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

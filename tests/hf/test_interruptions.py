@@ -281,7 +281,7 @@ def test_files_in_shared_memory_end_with_their_sender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "_SHARED_MEMORY", tmp_path)
-    sender = transfer.BucketSender(transfer.BucketSenderInfo(), None, [])
+    sender = transfer.BucketSender(None, [])
     assert sender.directory.is_dir()
     del sender  # as at the end of the process
     assert list(tmp_path.iterdir()) == []

@@ -67,15 +67,12 @@ def shared_memory_of_run(token: str) -> Iterator[None]:
             name.unlink(missing_ok=True)
 
 
-def register_weight_transfer_engine(name: str, receiver: tuple[str, str], sender: tuple[str, str]) -> None:
-    """Register the engine's and the trainer's side (module, class), unless ``name`` is registered."""
-    from vllm.distributed import weight_transfer
+def register_weight_transfer_engine(name: str, module: str, cls: str) -> None:
+    """Register the class of the engine's side of a weight transfer, unless ``name`` is registered."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
 
-    sides = {"WeightTransferEngineFactory": receiver, "WeightTransferTrainerFactory": sender}
-    for factory_name, (module, cls) in sides.items():
-        factory = getattr(weight_transfer, factory_name)
-        if name not in factory._registry:
-            factory.register_engine(name, module, cls)
+    if name not in Factory._registry:
+        Factory.register_engine(name, module, cls)
 
 
 def weight_source(weights: Any) -> Any:

@@ -41,14 +41,11 @@ DIFFERS = "it differs from the first data-parallel engine in"
 
 
 def register() -> None:
-    """Register both sides of the weight-transfer engine of this package, and methods of vLLM's workers.
+    """Register the weight-transfer engine of this package, and methods of vLLM's workers.
 
     May be called more than once.
     """
-    room = "groupwise.generation.vllm"
-    register_weight_transfer_engine(
-        BACKEND, (f"{room}.receiver", "CheckpointReceiver"), (f"{room}.transfer", "BucketSender")
-    )
+    register_weight_transfer_engine(BACKEND, "groupwise.generation.vllm.receiver", "CheckpointReceiver")
     methods: dict[str, Any] = {WEIGHTS: weight_report, ADAPTERS: adapter_reports, SAME: same_reports}
     for name, method in (methods | {PLACE_ADAPTER: place_adapter}).items():
         vllm_weights.add_worker_method(name, method)

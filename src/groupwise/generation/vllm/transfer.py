@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -37,7 +36,6 @@ from groupwise.threads import settle, start_thread
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.distributed.weight_transfer import VLLMWeightSyncClient
 
     from groupwise.generation.vllm.client import VLLMServers
 
@@ -95,11 +93,12 @@ class WeightTransfer:
 
         def connect() -> Any:
             if backend == BACKEND:  # without vLLM in the trainer's environment
-                return BucketSender.trainer_init(BucketSenderInfo(**given), client=self, source=weights)
+                self.init_weight_transfer_engine({})
+                return BucketSender(self, weights, **given)
             return trainer_engine(backend, self, weights, rank=rank, **given)
 
-        # A vLLM TrainerWeightTransferEngine; None: this rank only reads the source. The ranks of "ipc" share
-        # barriers.
+        # A vLLM TrainerWeightTransferEngine or BucketSender; None: this rank only reads the source. The ranks
+        # of "ipc" share barriers.
         self.engine: Any = None if rank > 0 and backend != "ipc" else self._run(connect)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -199,38 +198,22 @@ class WeightTransfer:
         raise kind(f"{error or engines}; the NCCL broadcast of the trainer {state}") from error
 
 
-@dataclass
-class BucketSenderInfo:
-    """Init info of :class:`BucketSender`: an engine in this process gets the tensors."""
-
-    backend: ClassVar[str] = BACKEND
-
-    in_process: bool = False
-
-
 class BucketSender:
     """Trainer side of the weight-transfer engine without a GPU; ``receiver.py`` has the other side.
 
     Sends one file per bucket through shared memory, which is removed once it is loaded.
+
+    Args:
+        in_process: the engine is in this process, and gets the tensors.
     """
 
-    init_info_cls = BucketSenderInfo
-
     def __init__(
-        self, init_info: BucketSenderInfo, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
+        self, client: WeightTransfer, source: Iterable[NamedTensor], *, in_process: bool = False
     ) -> None:
         self.client, self.source = client, source
         self.directory: Path | None = None
-        if not init_info.in_process:
+        if not in_process:
             self.directory, self._remove = shared_directory(self)
-
-    @classmethod
-    def trainer_init(
-        cls, init_info: BucketSenderInfo, *, client: VLLMWeightSyncClient, source: Iterable[NamedTensor]
-    ) -> BucketSender:
-        """Connect to the engine, as vLLM's ``WeightTransferTrainerFactory`` calls it."""
-        client.init_weight_transfer_engine({})
-        return cls(init_info, client, source)
 
     def send_weights(self) -> None:
         """Send all weights of the source."""
@@ -242,7 +225,6 @@ class BucketSender:
                 self._send_file(bucket, self.directory)
             del bucket  # it is not kept while the next one is made
         self.client.update_weights({})  # the receiver then checks that every parameter got weights
-        self.client.finish_weight_update()
 
     def _send_file(self, bucket: list[NamedTensor], directory: Path) -> None:
         size = sum(tensor.nbytes for _, tensor in bucket)
