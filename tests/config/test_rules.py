@@ -41,9 +41,6 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
     "delta_inside_clip_range": {"delta": 1.1},
     "entropy_coef_bounds": {"entropy_coef_min": 2.0},
-    "entropy_coef_outside_bounds": {"use_adaptive_entropy": True, "entropy_coef": 1.5},
-    "router_replay_of_recorded_routing": {"router_replay": "R3", "use_vllm": True},
-    "balance_of_updates": {"router_aux_loss_scope": "global_batch", "use_liger_kernel": True},
     "dataset_weights_above_zero": {"dataset_weights": {"maths": 0}},
     "prompt_filter_of_rates": {"prompt_filter": {"min": 2}},
     "truncation_with_liger": {"use_liger_kernel": True, "top_p": 0.9},
@@ -120,6 +117,14 @@ def test_delta_at_the_end_of_the_clip_range_never_binds_alone(build):
 def test_nearest_batch_sizes(build, kwargs, nearest):
     _, text = invalid(build, **kwargs)
     assert text.endswith(nearest)
+
+
+@pytest.mark.parametrize(("coef", "nearest"), [(1.5, 1.0), (-0.5, 0.0)])
+def test_an_adaptive_coefficient_begins_within_its_bounds(build, coef, nearest):
+    found, text = invalid(build, use_adaptive_entropy=True, entropy_coef=coef)
+    assert set(found) == {"entropy_coef_bounds"}
+    assert f"entropy_coef={coef} is outside the bounds of use_adaptive_entropy; allowed: from 0.0" in text
+    assert text.endswith(f"nearest valid: {nearest}")
 
 
 def test_eval_batches_do_not_matter_without_evaluation(build):

@@ -159,6 +159,11 @@ VIOLATED_BY: dict[tuple[str, str], dict[str, object]] = {
         "dynamic_sampling": True,
     },
     ("neftune_noise_alpha", "sequence_layout='auto' or 'padded'"): {"sequence_layout": "packed"},
+    ("router_aux_loss_scope", "use_liger_kernel=False"): {"use_liger_kernel": True},
+    ("router_replay", "use_liger_kernel=False"): {"use_liger_kernel": True},
+    ("router_replay", "torch_compile=False"): {"torch_compile": True},
+    ("router_replay", "use_vllm=False if router_replay is R3"): {"use_vllm": True},
+    ("router_replay", "cache_implementation=None if router_replay is R3"): {"cache_implementation": "static"},
 }
 #: Valid values of settings whose example is out of their range; the other requirements are of the example.
 VALID = {
@@ -167,6 +172,8 @@ VALID = {
     "vllm_importance_sampling_clip_min": 2.0,
     "eval_pass_at_k": [1, 16],
     "rollout_staleness": 2,
+    "router_aux_loss_scope": "global_batch",
+    "router_replay": "R3",
 }
 
 CHOICES = {

@@ -196,10 +196,11 @@ class GRPOFields(TrainingArguments):
         ge=0, card="if_changed")] = None
     router_aux_loss_scope: Annotated[str, Setting(
         "Tokens that balance experts: of a micro-batch, or of all micro-batches and ranks of an update.",
-        choices=("micro_batch", "global_batch"), card="if_changed")] = "micro_batch"
+        choices=("micro_batch", "global_batch"), requires=(when.UPDATE_BALANCE,),
+        card="if_changed")] = "micro_batch"
     router_replay: Annotated[str, Setting(
         "Replay the routing of experts in the loss. R2: that of old log-probs; R3: that of the sampler.",
-        choices=("disabled", "R2", "R3"), card="if_changed")] = "disabled"
+        choices=("disabled", "R2", "R3"), requires=when.ROUTER_REPLAY, card="if_changed")] = "disabled"
 
     # Batches
     num_generations: Annotated[int, Setting(
