@@ -44,8 +44,7 @@ class MetricsFileCallback(TrainerCallback):
         super().__init__()
         self._fast_paths = fast_paths
         self._settings: dict[str, Any] = {}
-        self._has_trained = False
-        self._start: int | None = None  # of the evaluations before training in the file
+        self._before_training: list[dict[str, Any]] | None = []  # logs; None once training has begun
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -54,12 +53,9 @@ class MetricsFileCallback(TrainerCallback):
             return
         path = Path(str(args.output_dir), METRICS_FILE)
         with log_boundary(logger, f"{path} of an earlier run stays as it is: it"):
-            start = None if self._has_trained else self._start
-            if path.is_file() and state.global_step == 0:  # neither a device nor a pipe
-                _set_earlier_aside(path.resolve(), start)
-            elif path.is_file():
-                _drop_lines_after(path, state.global_step, start)
-        self._has_trained = True
+            if path.is_file():  # neither a device nor a pipe
+                _begin_file(path.resolve(), state.global_step, self._before_training or ())
+        self._before_training = None
         model = name_or_path(getattr(kwargs.get("model"), "config", None))
         with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
             paths = self._fast_paths()
@@ -99,9 +95,9 @@ class MetricsFileCallback(TrainerCallback):
                 if file.tell():  # a line that a full disk or a kill has torn ends before this one
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
-                if self._start is None:
-                    self._start = file.tell()
                 file.write(json.dumps(record).encode() + b"\n")
+            if self._before_training is not None:
+                self._before_training.append(record)
         if self._settings:  # training has begun
             with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
                 self._write_settings(path.with_name(SETTINGS_FILE), self._fast_paths())
@@ -118,20 +114,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     A last line that a killed process left incomplete is dropped.
     """
-    lines = _lines(path.read_bytes())
+    *lines, last = path.read_bytes().split(b"\n")
+    records = [_record(line) for line in lines]
     torn = [
-        str(number) for number, (line, record) in enumerate(lines, start=1) if record is None and line.strip()
+        str(number)
+        for number, (line, record) in enumerate(zip(lines, records, strict=True), start=1)
+        if record is None and line.strip()
     ]
     if torn:
         warn_once(logger, "%s: no log in line %s, torn by a full disk or a kill", path, ", ".join(torn))
-    return [record for _, record in lines if record is not None]
-
-
-def _lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Return every line with its log, None without one; a last line that is incomplete is left out."""
-    *whole, last = content.split(b"\n")
-    lines = [(line, _record(line)) for line in whole]
-    return lines if _record(last) is None else [*lines, (last, _record(last))]
+    return [record for record in (*records, _record(last)) if record is not None]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -140,6 +132,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _write_metrics(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    replace_file(path, b"".join(json.dumps(record).encode() + b"\n" for record in records))
 
 
 def earlier_path(path: Path) -> Path:
@@ -152,34 +148,21 @@ def earlier_path(path: Path) -> Path:
     return earlier
 
 
-def _set_earlier_aside(path: Path, start: int | None) -> None:
-    """Rename the file after the time of its last line; what begins at ``start`` stays, None: nothing."""
-    if start == 0:
-        return
-    own = b"" if start is None else path.read_bytes()[start:]
-    earlier = earlier_path(path)
-    os.replace(path, earlier)
-    if own:
-        path.write_bytes(own)
-        os.truncate(earlier, start or 0)
-
-
-def _drop_lines_after(path: Path, step: int, start: int | None) -> None:
-    """Rewrite the file atomically without the logs of steps after ``step``; lines that are no log stay.
+def _begin_file(path: Path, step: int, own: Sequence[dict[str, Any]]) -> None:
+    """Keep the logs up to ``step`` of a resumed run; those of an earlier run get a file of their own.
 
     Args:
-        start: beginning of the evaluations before training, which stay once; None: there are none.
+        step: optimizer step that training begins after.
+        own: evaluations of this run before its training, which the file has too.
     """
-    content = path.read_bytes()
-    kept: list[tuple[int, bytes]] = []
-    known, last = set(), 0
-    for line, record in _lines(content[:start]):
-        last = last if record is None else record["step"]
-        if record is None or last <= step:
-            kept.append((min(last, step), line))
-            known.add((last, *(record or ())))
-    for line, record in [] if start is None else _lines(content[start:]):
-        if record is not None and (record["step"], *record) not in known:
-            kept.append((record["step"], line))
-    kept.sort(key=lambda entry: entry[0])
-    replace_file(path, b"".join(line + b"\n" for _, line in kept))
+    others = [log for log in read_metrics(path) if log not in own]
+    if step > 0:
+        kept = [log for log in others if log["step"] <= step]
+        known = {(log["step"], *log) for log in kept}
+        kept += [log for log in own if (log["step"], *log) not in known]
+        _write_metrics(path, sorted(kept, key=lambda log: log["step"]))
+    elif others:
+        os.replace(path, earlier := earlier_path(path))
+        if own:
+            _write_metrics(earlier, others)
+            _write_metrics(path, own)
