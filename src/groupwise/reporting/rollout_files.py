@@ -14,7 +14,7 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,18 +86,18 @@ class ComputedRows:
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepRecord:
     """Optimizer step of one rank.
 
     step: number, counted from 1.
     rank, world_size: of the run.
+    rng: states of torch's generators at the beginning of the step.
     window: micro-batches as they were sampled, with token weights; ``rows_B`` are positions in the window.
     computed: forward passes; rows without a gradient are in none.
     gradient_norms: norm of each parameter's gradient, clipped; empty if ranks share the parameters.
     learning_rates: of the optimizer's parameter groups; a callback may have set them.
     settings: settings that may change during a run.
-    rng: states of torch's generators at the beginning of the step.
     num_generations: generation batches that were sampled in the step; 0: it uses an earlier one.
     truncation_unknown, corrects_for_sampler: see :class:`groupwise.core.objectives.ObjectiveSettings`.
     """
@@ -105,15 +105,15 @@ class StepRecord:
     step: int
     rank: int
     world_size: int
-    window: list[MicroBatch]
-    computed: list[ComputedRows]
-    gradient_norms: dict[str, float]
-    learning_rates: list[float]
-    settings: dict[str, Any]
     rng: list[Any]
-    num_generations: int
-    truncation_unknown: bool
-    corrects_for_sampler: bool
+    window: list[MicroBatch] = field(default_factory=list)
+    computed: list[ComputedRows] = field(default_factory=list)
+    gradient_norms: dict[str, float] = field(default_factory=dict)
+    learning_rates: list[float] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_generations: int = 0
+    truncation_unknown: bool = False
+    corrects_for_sampler: bool = False
 
 
 class RolloutFiles(GRPOCallback):
@@ -132,12 +132,8 @@ class RolloutFiles(GRPOCallback):
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._num_generations = 0
-        self._rng = get_state()[2]
-        self._window: Sequence[MicroBatch] = []
-        self._computed: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor]] = []
-        self._gradient_norms: dict[str, float] = {}
-        self._learning_rates: list[float] = []
+        args, step = self.trainer.args, self.trainer.state.global_step + 1
+        self._record = StepRecord(step, args.process_index, args.world_size, get_state()[2])
 
     def on_generation_end(
         self,
@@ -147,8 +143,8 @@ class RolloutFiles(GRPOCallback):
         rollouts: RolloutBatch,
         rewards: RewardBatch,
     ) -> None:
-        part, step = self._num_generations, state.global_step + 1
-        self._num_generations += 1
+        part, step = self._record.num_generations, self._record.step
+        self._record.num_generations += 1
         with log_boundary(logger, f"generation {part} of step {step} in {self.folder}"):
             images, digests = self._store_images(rollouts.images)
             record = Generation(
@@ -169,7 +165,7 @@ class RolloutFiles(GRPOCallback):
     def on_window_begin(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, window: Sequence[MicroBatch]
     ) -> None:
-        self._window = window
+        self._record.window = [replace(batch, images=_without_arrays(batch.images)) for batch in window]
 
     def on_loss(
         self,
@@ -180,10 +176,10 @@ class RolloutFiles(GRPOCallback):
         logps_BT: torch.Tensor | None,
         loss: torch.Tensor,
     ) -> None:
-        rows = set(batch.row_numbers())
+        rows, logps_BT = batch.row_numbers(), None if logps_BT is None else logps_BT.detach().float()
         # Rows that come again, after an out-of-memory error, replace their earlier forward pass.
-        self._computed = [entry for entry in self._computed if rows.isdisjoint(entry[0].row_numbers())]
-        self._computed.append((batch, None if logps_BT is None else logps_BT.detach(), loss.detach()))
+        others = [part for part in self._record.computed if set(rows).isdisjoint(part.rows)]
+        self._record.computed = [*others, ComputedRows(rows, logps_BT, loss.item())]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -203,40 +199,20 @@ class RolloutFiles(GRPOCallback):
         self._begin_step()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._learning_rates = [float(group["lr"]) for group in kwargs["optimizer"].param_groups]
+        self._record.learning_rates = [float(group["lr"]) for group in kwargs["optimizer"].param_groups]
         if not is_sharded(self.trainer.accelerator):
-            self._gradient_norms = gradient_norms(self.trainer.model)
+            self._record.gradient_norms = gradient_norms(self.trainer.model)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        trainer = self.trainer
-        settings = trainer.objective_settings
-        record = StepRecord(
-            step=state.global_step,
-            rank=trainer.args.process_index,
-            world_size=trainer.args.world_size,
-            window=[replace(batch, images=_without_arrays(batch.images)) for batch in self._window],
-            computed=[
-                ComputedRows(
-                    batch.row_numbers(),
-                    None if logps_BT is None else logps_BT.float(),
-                    loss.item(),
-                )
-                for batch, logps_BT, loss in self._computed
-            ],
-            gradient_norms=self._gradient_norms,
-            learning_rates=self._learning_rates,
-            settings=changeable(trainer.args),
-            rng=self._rng,
-            num_generations=self._num_generations,
-            truncation_unknown=settings.truncation_unknown,
-            corrects_for_sampler=settings.vllm_importance_sampling_mode is not None,
-        )
-        values = {**vars(record), "computed": [vars(rows) for rows in record.computed]}
-        with log_boundary(logger, f"step {state.global_step} in {self.folder}"):
-            self._write("step", state.global_step, values)
-        self._begin_step()
+        record, settings = self._record, self.trainer.objective_settings
+        record.settings = changeable(self.trainer.args)
+        record.truncation_unknown = settings.truncation_unknown
+        record.corrects_for_sampler = settings.vllm_importance_sampling_mode is not None
+        with log_boundary(logger, f"step {record.step} in {self.folder}"):
+            computed = [vars(rows) for rows in record.computed]
+            self._write("step", record.step, {**vars(record), "computed": computed})
 
     # Files.
 
@@ -300,11 +276,11 @@ def header(trainer: Any) -> dict[str, Any]:
     """Return settings that differ from their defaults, versions and names of a run, without credentials."""
     args, model = trainer.args, trainer.model
     settings = {}
-    for field in fields(args):
-        value = getattr(args, field.name)
+    for item in fields(args):
+        value = getattr(args, item.name)
         is_derived = isinstance(value, DerivedInt | DerivedFloat)  # derived again by another configuration
-        if field.init and not is_derived and value != default_of(args, field.name):
-            settings[field.name] = _plain(value)
+        if item.init and not is_derived and value != default_of(args, item.name):
+            settings[item.name] = _plain(value)
     return {
         "format": FORMAT,
         "settings": settings,
