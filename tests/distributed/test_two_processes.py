@@ -115,7 +115,7 @@ def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_pa
     # Each process labels three prompts of an iteration; examples of both are in the history of both.
     prompts = {re.match(r"say x*\d", text)[0] for text, *_ in whole[0]["examples"]}
     assert len(prompts) > 3
-    # A run that ended before the reward model was trained repeats that, and the second iteration.
+    # A run that ended before the reward model was trained repeats the steps since its checkpoint.
     for rank in (0, 1):
         resumed = torch.load(tmp_path / f"resumed_{rank}.pt")
         assert _same(resumed["weights"], whole[rank]["weights"])

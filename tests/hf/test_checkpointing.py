@@ -442,10 +442,11 @@ def test_a_full_disk_while_the_tokenizer_is_written_is_named(tmp_path: Path, pol
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     owner.save_pretrained = save_to_a_full_disk
-    name = "checkpoint-1" if policy else "reward-model-0"
-    with pytest.raises(OSError, match=rf"{name} could not be written \(.*File too large.*[0-9.] MB are free"):
+    with pytest.raises(
+        OSError, match=r"checkpoint-1 could not be written \(.*File too large.*[0-9.] MB are free"
+    ):
         run.train()
-    assert _names(tmp_path) == (["reward-model-0"] if policy else [])
+    assert _names(tmp_path) == []
 
 
 class FakeHub:

@@ -277,7 +277,7 @@ def test_resume_restores_every_adapter(tmp_path: Path, trained: str) -> None:
     run.train()
     assert run.state.best_model_checkpoint.endswith("checkpoint-1")
     first = make(tmp_path / "first")
-    first.load_checkpoint_weights(str(tmp_path / "whole" / "checkpoint-1"))
+    first._load_from_checkpoint(str(tmp_path / "whole" / "checkpoint-1"))
     _assert_same_weights(_weights(run), _weights(first))
     assert any(not torch.equal(value, _weights(first)[name]) for name, value in _weights(whole).items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,33 @@ def test_events_come_in_the_order_of_the_step(tmp_path: Path) -> None:
         for ids, mask in zip(batch.completion_ids_BT, batch.completion_mask_BT, strict=True)
     ]
     assert len(seen.rewards.rewards_NF) == 4
+
+
+class Counter(GRPOCallback):
+    """Count the optimizer steps of a run; the number is in its checkpoints."""
+
+    def on_run_begin(self, args: Any, state: Any, control: Any, directory: Path | None) -> None:
+        self.count = 0 if directory is None else int((directory / "count.txt").read_text())
+        self.began_at = self.count
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def on_checkpoint(self, args: Any, state: Any, control: Any, directory: Path) -> None:
+        (directory / "count.txt").write_text(str(self.count))
+
+
+def test_the_state_of_a_callback_is_in_checkpoints(tmp_path: Path) -> None:
+    counter = Counter()
+    run = trainer(tmp_path, callbacks=[counter], max_steps=3, save_strategy="steps", save_steps=1)
+    run.train()
+    assert (counter.began_at, counter.count) == (0, 3)
+    manifest = json.loads((tmp_path / "checkpoint-2" / "groupwise_manifest.json").read_text())
+    assert "count.txt" in manifest["files"]
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (counter.began_at, counter.count) == (2, 3)
+    run.train(resume_from_checkpoint=True)  # the run is finished: no step
+    assert (counter.began_at, counter.count) == (3, 3)
 
 
 def test_an_evaluation_calls_none_of_the_events(tmp_path: Path) -> None:

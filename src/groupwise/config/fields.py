@@ -33,7 +33,7 @@ UNPUBLISHED: Final[dict[str, tuple[str, ...]]] = {
     "completions": ("completions*",),
     "metrics": ("metrics*.jsonl", "report*.html", "*events.out.tfevents*"),
     "settings": ("settings.json",),
-    "reward_models": ("reward-model-*",),  # with the examples that they were trained on
+    "reward_models": ("reward-model-*",),  # of version 0.1, with the examples that they were trained on
 }
 
 # Settings with the same effect of a change, or of one feature.

@@ -21,7 +21,6 @@ from transformers import (
     ProcessorMixin,
     Trainer,
     TrainerCallback,
-    TrainerState,
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy, TrainOutput
@@ -204,6 +203,7 @@ class BaseTrainer(Trainer):
             if directory is not None:
                 checkpointing.check_adapters(directory, cast(nn.Module, self.model))
             self._reset_run_state(directory)
+            self.call_callbacks("on_run_begin", directory=directory and Path(directory))
             self.run_directory.move_aside()
             self.pop_callback(FlagAgreementCallback)
             self.add_callback(FlagAgreementCallback)  # the last one sees all flags
@@ -484,6 +484,7 @@ class BaseTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             if not args.save_only_model:
                 self.save_rollout_state(str(staged))
+            self.call_callbacks("on_checkpoint", directory=staged)
             if state.best_model_checkpoint == str(staged):
                 state.best_model_checkpoint = str(final)
             if args.should_save:  # again: with the final name of the best checkpoint
@@ -569,16 +570,6 @@ class BaseTrainer(Trainer):
     def _load_best_model(self) -> None:
         load = super()._load_best_model
         self._load_weights(str(self.state.best_model_checkpoint), cast(nn.Module, self.model), load)
-
-    def load_checkpoint_weights(self, directory: str) -> None:
-        """Load policy, reference and step number of a checkpoint, to sample from it without training.
-
-        Does not support FSDP and DeepSpeed, which load weights when training starts.
-        """
-        state = Path(directory, compat_transformers.TRAINER_STATE)
-        self.state = TrainerState.load_from_json(str(state))
-        self._load_from_checkpoint(directory)
-        checkpointing.load_reference(directory, self.reference.model, sync_ref_model=self.args.sync_ref_model)
 
     def _load_weights(self, directory: str, model: nn.Module, load: Callable[[], None]) -> None:
         """Load a checkpoint by ``load`` of ``Trainer``, except where it would keep weights of the model.

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -68,35 +68,27 @@ class RunDirectory:
         return self.path / _STAGING
 
     @contextmanager
-    def open(
-        self, resume_from_checkpoint: str | bool | None, *, saves: bool | None = None
-    ) -> Iterator[str | None]:
+    def open(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Yield the checkpoint to resume from, or None; keep the lock until the end.
 
-        Collective, as all methods. A block within another one continues the same run.
+        Collective, as all methods.
 
         Args:
             resume_from_checkpoint: see :func:`find_checkpoint`.
-            saves: None: by ``save_strategy``; a run moves no checkpoints aside before it saves.
 
         Raises:
             ConfigError: another run has the lock, or the checkpoint does not exist or is damaged.
         """
-        if saves is None:
-            saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
-        is_outermost = self._saves is None
-        self._saves = saves or bool(self._saves)
+        # A run with save_strategy="no" moves no checkpoints aside before a callback saves one.
+        self._saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
         try:
             with self.locked():
                 self.finished = None
                 start = partial(_start, resume_from_checkpoint, self.path)
-                checkpoint, self.step, run_id = self.on_savers(start)
-                if checkpoint is not None or is_outermost:
-                    self.run_id = run_id
+                checkpoint, self.step, self.run_id = self.on_savers(start)
                 yield checkpoint
         finally:
-            if is_outermost:
-                self._saves = None
+            self._saves = None
 
     def on_savers(self, function: Callable[[], T]) -> T:
         """Call ``function`` on ranks that save; return the first result, or raise its error, on all ranks."""
@@ -153,23 +145,22 @@ class RunDirectory:
             logger.warning("output_dir=%r cannot be locked (%s): start no other run there", self.path, cause)
         self.clear_staging()
 
-    def move_aside(self, others: Sequence[Path] = ()) -> None:
-        """Move checkpoints that this run does not continue, and ``others``, to ``_earlier_runs``.
+    def move_aside(self) -> None:
+        """Move checkpoints that this run does not continue to ``_earlier_runs``.
 
         These are checkpoints of other runs and of steps after :attr:`step`: resuming would take them for this
         run's, and saving would replace or rotate them. Does nothing in a run that saves nothing.
         """
         if self._saves:
-            self.on_savers(lambda: self._move_aside(others))
+            self.on_savers(self._move_aside)
 
-    def _move_aside(self, others: Sequence[Path]) -> None:
+    def _move_aside(self) -> None:
         last = -1 if self.step is None else self.step
-        foreign = [
+        moved = [
             path
             for step, path in reversed(checkpoints(self.path).items())
             if step > last or saved_run_id(path) not in (None, self.run_id)
         ]
-        moved = [*foreign, *others]
         if not moved:
             return
         aside = self.path / _EARLIER_RUNS / f"{datetime.now():%Y%m%d-%H%M%S-%f}"

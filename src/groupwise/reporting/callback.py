@@ -1,8 +1,9 @@
-"""Callback with the events inside a GRPO step."""
+"""Callback with the events inside a GRPO step, and files of its own in checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -12,14 +13,34 @@ from groupwise.records import MicroBatch, RewardBatch, RolloutBatch
 
 
 class GRPOCallback(TrainerCallback):
-    """Callback of a training step, with the events of ``TrainerCallback`` and three between them.
+    """Callback of a run, with the events of ``TrainerCallback``, three within a step, and two of checkpoints.
 
     An optimizer step calls, in this order, ``on_step_begin``; for each generation that begins in it
     :meth:`on_generation_end`; :meth:`on_window_begin`; for each micro-batch :meth:`on_loss`;
     ``on_pre_optimizer_step`` and ``on_step_end``. Each rank calls its own callbacks, with what it holds; the
     records are those of the trainer, to be read and not changed; they are passed by name. Evaluations call
     none of the three, and the step of ``groupwise.trl_hooks`` calls :meth:`on_generation_end` alone.
+
+    A callback with a state writes it in :meth:`on_checkpoint` and restores it in :meth:`on_run_begin`.
     """
+
+    def on_run_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, directory: Path | None
+    ) -> None:
+        """Called when ``train`` has restored the state of the run; the weights of the policy follow.
+
+        Args:
+            directory: checkpoint that the run resumes from; None: a new run.
+        """
+
+    def on_checkpoint(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, directory: Path
+    ) -> None:
+        """Called when the trainer has written its files of a checkpoint, before the manifest.
+
+        Args:
+            directory: receives files of the callback; write on ranks with ``args.should_save`` alone.
+        """
 
     def on_generation_end(
         self,

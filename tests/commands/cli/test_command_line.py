@@ -72,9 +72,8 @@ def test_a_run_iterates_and_trains_its_reward_model(run_file, tmp_path):
     loop = {"iterations": 2, "reward_prompts": 2, "label_func": "my_rewards:even"}
     given = {"rewards": str(tmp_path / "judge"), "max_steps": 2, "beta": 0.1, "iterative": loop}
     assert main(["train", "--config", run_file(**given)]) == 0
-    assert {path.name for path in Path("out").glob("reward-model-*")} == {
-        *("reward-model-0", "reward-model-1", "reward-model-2")
-    }
+    saved = Path("out").glob("checkpoint-*/reward-model")
+    assert {path.parent.name for path in saved} == {"checkpoint-1", "checkpoint-2"}
     assert Path("out/README.md").is_file()
     assert main(["train", "--config", run_file(**given), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
 

@@ -15,7 +15,7 @@ from support.iterative_runs import has_vowel, reward_model, runner
 from support.process_rewards import byte_tokenizer, step_classifier
 from support.resume_runs import make_trainer, prompts, tokenizer, vowels
 from support.saved_runs import files
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from groupwise import ConfigError, GRPOConfig, IterativeConfig, IterativeGRPO, RewardError
 
@@ -39,7 +39,7 @@ def history(trainer: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_without_a_reward_model_the_run_is_that_of_one_trainer(tmp_path):
-    """Stops between iterations leave no trace: weights, logs and the learning rates of one schedule."""
+    """Weights, logs and the learning rates of one schedule."""
     given = {"per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 4, "beta": 0.5}
     refresh = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2}
     whole = make_trainer(tmp_path / "whole", **given, **refresh, num_iterations=2)
@@ -158,7 +158,7 @@ def test_the_reward_model_learns_its_pairs_with_a_share_of_earlier_ones(whole, t
         made, other = example.text.removeprefix(prompt), example.other.removeprefix(prompt)
         assert has_vowel([made, other]) == [1.0, 0.0]
     output = Path(whole.trainer.args.output_dir)
-    saved = json.loads((output / "reward-model-1" / "examples.json").read_text())
+    saved = json.loads((output / "checkpoint-2" / "reward-model" / "examples.json").read_text())
     assert len(saved["history"]) == first["num_fresh"] and saved["metrics"] == [first]
 
 
@@ -173,34 +173,49 @@ def test_the_policy_is_rewarded_by_the_updated_model(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["checkpoint-1", None])
-def test_reward_models_of_another_course_of_the_run_are_moved_aside(tmp_path, checkpoint, caplog):
-    """Otherwise a run that ends before its first update would resume with one of them."""
-    one = {"max_steps": 2, "iterative": {"iterations": 1}}
-    runner(tmp_path, **one).train()
-    (tmp_path / "reward-model-2").mkdir()
-    models = {path.name: (path / "examples.json") for path in tmp_path.glob("reward-model-[01]")}
-    finished = {name: path.read_bytes() for name, path in models.items()}
-    caplog.clear()
-    run = runner(tmp_path, label_func=fails_at(1, has_vowel), **one)
-    with pytest.raises(RewardError, match="Stops"):
-        run.train(checkpoint and str(tmp_path / checkpoint))
-    assert [path.name for path in tmp_path.glob("reward-model-*")] == ["reward-model-0"]
-    (aside,) = (tmp_path / "_earlier_runs").iterdir()
-    kept = {"checkpoint-2", "reward-model-1", "reward-model-2"}
-    kept |= {"checkpoint-1", "reward-model-0"} if checkpoint is None else set()
-    assert {path.name for path in aside.iterdir()} == kept
-    assert (aside / "reward-model-1" / "examples.json").read_bytes() == finished["reward-model-1"]
-    assert len([text for text in caplog.messages if "moved" in text]) == 1
+def test_a_checkpoint_has_the_reward_model_of_its_step(whole):
+    """The initial one until the update of the first iteration, which is before the checkpoint of its step."""
+    output = Path(whole.trainer.args.output_dir)
+    saved = [
+        type(whole.scorer.model).from_pretrained(output / f"checkpoint-{step}" / "reward-model")
+        for step in (1, 2, 3, 4)
+    ]
+    assert same(weights(saved[0]), whole.initial)
+    assert same(weights(saved[2]), weights(saved[1])) and not same(weights(saved[1]), whole.initial)
+    assert same(weights(saved[3]), weights(whole.scorer.model))
+    tokens = AutoTokenizer.from_pretrained(output / "checkpoint-1" / "reward-model")
+    assert tokens.get_vocab() == tokenizer().get_vocab()
 
 
 @pytest.mark.slow
-def test_a_damaged_reward_model_is_refused(tmp_path):
-    runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train()
-    examples = tmp_path / "reward-model-1" / "examples.json"
-    examples.write_text(examples.read_text()[:-5])
-    with pytest.raises(ConfigError, match=r"reward-model-1' is damaged: examples\.json has"):
-        runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train(True)
+def test_the_update_draws_no_random_number_of_the_run(tmp_path):
+    """The policy samples the same completions after an update that does not change the reward model."""
+    with_update = runner(tmp_path / "with", [vowels], iterative={"reward_learning_rate": 1e-30})
+    with_update.train()
+    without = runner(tmp_path / "without", [vowels])
+    without._update_reward_model = lambda iteration: None
+    without.train()
+    assert same(weights(with_update.trainer.model), weights(without.trainer.model))
+    assert history(with_update.trainer) == history(without.trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_the_end_of_an_iteration_is_saved_with_any_save_strategy(tmp_path, strategy):
+    runner(tmp_path, save_strategy=strategy).train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} >= {"checkpoint-2", "checkpoint-4"}
+    resumed = runner(tmp_path, save_strategy=strategy)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert [line["iteration"] for line in resumed.reward_metrics] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_new_run_begins_without_examples(tmp_path):
+    run = runner(tmp_path, max_steps=1, iterative={"iterations": 1})
+    for _ in range(2):
+        run.train()
+        assert [line["iteration"] for line in run.reward_metrics] == [1]
+        assert len(run.history) == run.reward_metrics[0]["num_fresh"]
 
 
 def test_a_run_that_a_callback_stops_ends_there(tmp_path):
@@ -238,8 +253,6 @@ def test_pointwise_training_uses_every_labelled_completion(tmp_path):
     [
         ({"max_steps": 5}, "max_steps=5 is no positive multiple of iterations=2; nearest valid: max_steps=4"),
         ({"max_steps": -1}, "max_steps=-1 is no positive multiple"),
-        ({"save_only_model": True}, "save_only_model=True does not work with iterations"),
-        ({"eval_strategy": "no", "logging_strategy": "epoch"}, 'logging_strategy="epoch" does not work'),
         ({"sync_ref_model": True}, "set ref_model_mixup_alpha=1.0 and ref_model_sync_steps=2"),
         ({"label_func": 3}, "label_func=3 is not callable"),
         ({"iterative": {"reward_prompts": 13}}, "reward_prompts=13 is not allowed with 1 processes"),
@@ -276,10 +289,7 @@ def test_labels_without_one_reward_model_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_missing_reward_model_is_named(tmp_path):
-    run = runner(tmp_path, max_steps=2, iterative={"iterations": 1})
-    run.train()
-    for path in tmp_path.glob("reward-model-*"):
-        path.rename(tmp_path / f"moved-{path.name}")
-    with pytest.raises(ConfigError, match="reward-model-0' is missing"):
-        runner(tmp_path, max_steps=2, iterative={"iterations": 1}).train(True)
+def test_a_checkpoint_without_reward_model_is_refused(tmp_path):
+    runner(tmp_path, [vowels], None, max_steps=2).train()
+    with pytest.raises(ConfigError, match=r"checkpoint-2' has no reward-model: .* without label_func"):
+        runner(tmp_path, max_steps=2).train(True)

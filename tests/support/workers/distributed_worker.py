@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -412,17 +411,14 @@ def _leave(output_dir: Path, name: str, trainer: GRPOTrainer) -> None:
 
 
 def _iterate(output_dir: Path) -> None:
-    """Iterations with a reward model whose dropout differs by process; and again from between two phases."""
+    """Iterations with a reward model whose dropout differs by process; and again from its first update on."""
     for name in ("whole", "resumed"):
         run = iterative_runner(output_dir / "run", judge=reward_model(attention_dropout=0.5))
         rank = torch.distributed.get_rank()  # initialised by the first trainer
         if name == "whole":
             run.train()
         else:
-            if rank == 0:
-                shutil.rmtree(output_dir / "run" / "reward-model-1")
-            torch.distributed.barrier()
-            run.train(str(output_dir / "run" / "checkpoint-2"))
+            run.train(str(output_dir / "run" / "checkpoint-1"))
         found = {
             **{f"policy.{key}": value for key, value in run.trainer.model.state_dict().items()},
             **{f"reference.{key}": value for key, value in run.trainer.ref_model.state_dict().items()},

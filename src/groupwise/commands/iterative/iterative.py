@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,51 +11,39 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast, gather_object, set_seed
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.commands.iterative.reward_training import EXAMPLES, Example, train_reward_model, with_replay
-from groupwise.compat.transformers import CHECKPOINT
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import is_streaming
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.files import read_json
-from groupwise.hf import checkpointing
+from groupwise.hf.checkpointing import load_converted
 from groupwise.records import RolloutBatch
+from groupwise.reporting.callback import GRPOCallback
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.rewards.runtime.models import RewardModel, reward_name
 from groupwise.trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
-
-class _StopAfterIteration(TrainerCallback):
-    """Save and stop at the last optimizer step of an iteration."""
-
-    def __init__(self, last_step: int) -> None:
-        self.last_step = last_step
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step == self.last_step:
-            control.should_training_stop = control.should_save = True
+_REWARD_MODEL = "reward-model"  # directory in a checkpoint
 
 
-class IterativeGRPO:
-    """Outer loop over ``GRPOTrainer``, with one learning-rate schedule for the whole run.
+class IterativeGRPO(GRPOCallback):
+    """A ``GRPOTrainer``, and the callback that trains its reward model at the end of every iteration.
 
-    An iteration is a part of one run: the trainer stops at a checkpoint, the reward model is trained on
-    completions of the current policy, and the trainer resumes exactly. The reward model after iteration k is
-    in ``reward-model-k`` beside the checkpoints, with its examples; ``reward-model-0`` is the initial one.
+    The reward model is trained on completions of the current policy, before the checkpoint of the step is
+    written, which contains it.
 
     Args:
         model: as for ``GRPOTrainer``.
         reward_funcs: as for ``GRPOTrainer``.
         args: as for ``GRPOTrainer``.
         trainer_arguments: its other arguments.
-        iterative: settings of the outer loop.
+        iterative: settings of the iterations.
         label_func: called as a reward function; its values label completions for the reward model, the only
             sequence-classification model in ``reward_funcs``. None: the reward functions stay as they are.
         trainer_class: ``GRPOTrainer`` or a subclass.
@@ -89,32 +76,49 @@ class IterativeGRPO:
         if label_func is not None:
             self.scorer = self._find_reward_model()
             self.scorer.model.float()  # small updates are lost in half precision
+        self.trainer.add_callback(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Run all iterations; ``resume_from_checkpoint`` (True or a directory) continues exactly."""
-        trainer = self.trainer
-        with trainer.run_directory.open(resume_from_checkpoint, saves=True) as checkpoint:
-            iteration, steps_done = divmod(trainer.run_directory.step or 0, self.steps)
-            if self.label_func is not None:
-                self._restore_reward_model(iteration, steps_done, checkpoint)
-            if iteration == self.iterative.iterations:
-                trainer.train(resume_from_checkpoint=checkpoint)  # loads the policy
-            for current in range(iteration + 1, self.iterative.iterations + 1):
-                checkpoint = self._train_policy(current * self.steps, checkpoint)
-                if trainer.state.global_step < current * self.steps:
-                    return  # a callback or a signal stopped the run
-                if self.label_func is not None:
-                    self._update_reward_model(current)
+        self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
 
-    def _train_policy(self, last_step: int, checkpoint: str | None) -> str:
-        """Train up to ``last_step``; return the checkpoint that was saved there."""
-        stop = _StopAfterIteration(last_step)
-        self.trainer.add_callback(stop)
-        try:
-            self.trainer.train(resume_from_checkpoint=checkpoint)
-        finally:
-            self.trainer.remove_callback(stop)
-        return str(Path(str(self.trainer.args.output_dir), f"{CHECKPOINT}-{last_step}"))
+    # Events of the trainer.
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        iteration, steps_done = divmod(state.global_step, self.steps)
+        if steps_done == 0:
+            if self.label_func is not None:
+                self._update_reward_model(iteration)
+            control.should_save = True  # after the update
+
+    def on_checkpoint(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, directory: Path
+    ) -> None:
+        if self.label_func is not None and args.should_save:
+            saved = directory / _REWARD_MODEL
+            self.scorer.model.save_pretrained(saved)
+            self.scorer.tokenizer.save_pretrained(saved)
+            examples = {"history": self.history, "metrics": self.reward_metrics}
+            (saved / "examples.json").write_text(json.dumps(examples), encoding="utf-8")
+
+    def on_run_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, directory: Path | None
+    ) -> None:
+        self.history, self.reward_metrics = [], []
+        if self.label_func is None or directory is None:
+            return
+        saved = directory / _REWARD_MODEL
+        if not saved.is_dir():
+            raise ConfigError(
+                f"checkpoint {str(directory)!r} has no {_REWARD_MODEL}: it was written without label_func or "
+                "by version 0.1; resume as it was written, or start a new run with it as the model"
+            )
+        load_converted(str(saved), self.scorer.model)
+        examples = read_json(saved / "examples.json", {"history": list, "metrics": list})
+        self.history = [Example(*values) for values in examples["history"]]
+        self.reward_metrics = examples["metrics"]
 
     # The reward model.
 
@@ -141,89 +145,38 @@ class IterativeGRPO:
             )
         return models[0]
 
-    def _directory(self, iteration: int) -> Path:
-        return Path(str(self.trainer.args.output_dir), f"reward-model-{iteration}")
-
-    def _restore_reward_model(self, iteration: int, steps_done: int, checkpoint: str | None) -> None:
-        """Load the reward model that belongs to a checkpoint, or save the initial one of a new run."""
-        if checkpoint is None:
-            self._move_aside_after(-1)
-            self.history, self.reward_metrics = [], []
-            self._save_reward_model(0)
-            return
-        # At the end of an iteration, the run may have stopped before its reward model was trained.
-        is_pending = steps_done == 0 and not self._directory(iteration).is_dir()
-        self._load_reward_model(iteration - 1 if is_pending else iteration)
-        self._move_aside_after(iteration)
-        if is_pending:
-            self.trainer.load_checkpoint_weights(checkpoint)
-            self._update_reward_model(iteration)
-
-    def _load_reward_model(self, iteration: int) -> None:
-        directory = self._directory(iteration)
-        if not directory.is_dir():
-            raise ConfigError(f"{str(directory)!r} is missing: the checkpoint cannot be resumed without it")
-        if found := checkpointing.damage(directory):
-            raise ConfigError(f"{str(directory)!r} is damaged: {found}; copy it again, or start a new run")
-        checkpointing.load_converted(str(directory), self.scorer.model)
-        state = read_json(directory / "examples.json", {"history": list, "metrics": list})
-        self.history = [Example(*values) for values in state["history"]]
-        self.reward_metrics = state["metrics"]
-
-    def _save_reward_model(self, iteration: int) -> None:
-        """Write model, tokenizer and history, and rename the directory when it is complete."""
-        model = self.scorer.model
-        with self.trainer.run_directory.staged(self._directory(iteration)) as staged:
-            if self.trainer.args.should_save:
-                model.save_pretrained(staged)
-                self.scorer.tokenizer.save_pretrained(staged)
-                state = {"history": self.history, "metrics": self.reward_metrics}
-                (staged / "examples.json").write_text(json.dumps(state), encoding="utf-8")
-
-    def _move_aside_after(self, iteration: int) -> None:
-        """Move reward models of later iterations, and checkpoints, that this run does not continue."""
-        directory, found = self._directory(0).parent, re.compile(r"reward-model-(\d+)")
-        numbers = {path: found.fullmatch(path.name) for path in sorted(directory.glob("reward-model-*"))}
-        self.trainer.run_directory.move_aside(
-            [path for path, number in numbers.items() if number and int(number[1]) > iteration]
-        )
-
     def _update_reward_model(self, iteration: int) -> None:
         """Train the reward model on completions of the current policy and a share of the history."""
-        settings, accelerator = self.iterative, self.trainer.accelerator
-        # The same draws in a resumed run; the trainer restores its own random state from its checkpoint.
-        set_seed(self.trainer.args.seed + iteration, device_specific=True)
-        self.trainer.rng.seed(self.trainer.args.seed + iteration + self.trainer.args.process_index)
-        fresh = self._sample_examples(iteration)
-        examples = with_replay(fresh, self.history, settings.replay_share, self.trainer.args.seed + iteration)
+        trainer, settings = self.trainer, self.iterative
+        state, seed = trainer.step_state.marks, trainer.args.seed + iteration
+        set_seed(seed, device_specific=True)
+        trainer.rng.seed(seed + trainer.args.process_index)
+        fresh = self._sample_examples(seed)
+        examples = with_replay(fresh, self.history, settings.replay_share, seed)
         metrics = train_reward_model(self.scorer, examples, settings)
-        if accelerator.num_processes > 1:  # every rank trained on all examples; dropout may differ
+        if trainer.args.world_size > 1:  # every rank trained on all examples; dropout may differ
             for tensor in self.scorer.model.state_dict().values():
                 tensor.copy_(broadcast(tensor))
         self.history = [*self.history, *fresh]
-        self.reward_metrics = [
-            *self.reward_metrics,
-            {"iteration": iteration, "num_fresh": len(fresh), **metrics},
-        ]
+        update = {"iteration": iteration, "num_fresh": len(fresh), **metrics}
+        self.reward_metrics = [*self.reward_metrics, update]
         logger.info("reward model after iteration %d: %s", iteration, metrics)
-        self._save_reward_model(iteration)
+        trainer.step_state.restore(state)  # the update draws no random number of the run, and takes no prompt
 
-    def _sample_examples(self, iteration: int) -> list[Example]:
+    def _sample_examples(self, seed: int) -> list[Example]:
         """Sample and label completions of the current policy. Returns the examples of all ranks."""
         trainer, args = self.trainer, self.trainer.args
-        trainer.refresh_settings(new_run=True)
         dataset: Any = trainer.train_dataset
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + iteration))
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
         own = order[: self.iterative.reward_prompts].tolist()[args.process_index :: args.world_size]
-        size = max(trainer.args.prompts_per_batch // args.world_size, 1)
+        size = max(args.prompts_per_batch // args.world_size, 1)
         trainer.sync_sampler("train")
         examples = []
         for start in range(0, len(own), size):
-            rows = [dataset[i] for i in own[start : start + size] for _ in range(trainer.num_generations)]
+            rows = [dataset[i] for i in own[start : start + size] for _ in range(args.num_generations)]
             request = replace(trainer.make_request(rows), on_partial_rollout=None)
             examples += self._examples_of(trainer.generate_rollouts(request))
         trainer.backend.release()
-        trainer.backend.disconnect()
         return gather_object(examples)
 
     def _examples_of(self, rollouts: RolloutBatch) -> list[Example]:

@@ -1,4 +1,4 @@
-"""Settings of the outer loop of iterative GRPO."""
+"""Settings of iterative GRPO."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class IterativeConfig:
         """Return a copy of ``args`` in which the reference becomes the policy after every iteration.
 
         Raises:
-            ConfigError: ``args`` have no whole number of steps per iteration, cannot be resumed exactly, or
-                move the reference otherwise.
+            ConfigError: ``args`` have no whole number of steps per iteration, or they move the reference
+                otherwise.
         """
         steps, remainder = divmod(args.max_steps, self.iterations)
         if remainder or steps < 1:
@@ -61,12 +61,6 @@ class IterativeConfig:
                 f"max_steps={args.max_steps} is no positive multiple of iterations={self.iterations}; "
                 f"nearest valid: max_steps={nearest}"
             )
-        for name in ("save_only_model", "load_best_model_at_end"):
-            if getattr(args, name):
-                raise ConfigError(f"{name}=True does not work with iterations, which resume from checkpoints")
-        for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-            if getattr(args, name) == "epoch":
-                raise ConfigError(f'{name}="epoch" does not work: iterations end within epochs; use "steps"')
         if args.beta == 0:
             return args
         refresh: dict[str, Any] = {"ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": steps}
