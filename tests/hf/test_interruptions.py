@@ -121,6 +121,21 @@ def test_a_checkpoint_on_sigterm_loses_no_window(tmp_path: Path, whole: Any, eve
 
 
 @pytest.mark.slow
+def test_a_checkpoint_on_sigterm_has_the_reference_of_its_step(tmp_path: Path) -> None:
+    """The step at whose end the reference becomes the policy; no later step would repeat that."""
+    refresh = {"beta": 0.5, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 2}
+    run = make_trainer(tmp_path, **refresh, max_steps=3, save_strategy="no", enable_jit_checkpoint=True)
+    callbacks = run.callback_handler.callbacks
+    (manager,) = (callback.jit_manager for callback in callbacks if hasattr(callback, "jit_manager"))
+    request = Once("on_step_end", 2, lambda: setattr(manager, "is_checkpoint_requested", True))
+    callbacks.insert(0, request)
+    run.train()
+    reference = torch.load(tmp_path / "checkpoint-2" / "groupwise_reference.pt")
+    policy = type(run.model).from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(torch.equal(reference[name], value) for name, value in policy.items())
+
+
+@pytest.mark.slow
 def test_a_checkpoint_on_sigterm_that_was_killed_is_not_resumed(tmp_path: Path, whole: Any) -> None:
     run = make_trainer(tmp_path, **WINDOWS)
     run.add_callback(Once("on_step_begin", 2, interrupt))

@@ -205,6 +205,8 @@ class BaseTrainer(Trainer):
             self._reset_run_state(directory)
             self.call_callbacks("on_run_begin", directory=directory and Path(directory))
             self.run_directory.move_aside()
+            if jit := self.pop_callback(JITCheckpointCallback):
+                self.add_callback(jit)  # saves when the other callbacks have completed the step
             self.pop_callback(FlagAgreementCallback)
             self.add_callback(FlagAgreementCallback)  # the last one sees all flags
             try:
