@@ -40,7 +40,7 @@ from groupwise.data.dataset_checks import (
     functions_by_source,
     has_image_columns,
     mix_sources,
-    named_columns,
+    scored_columns,
 )
 from groupwise.data.dynamic_sampling import DynamicBatch
 from groupwise.data.evaluation import num_valid_rows
@@ -203,11 +203,11 @@ class GRPOTrainer(
             agents.reward_funcs,
             multi_turn=agents.is_multi_turn,
         )
-        if rollout_func is None and not agents.is_multi_turn and rewards_read_rows(self):
-            # Of evaluation sets, a function by source only sees the rows of its sources.
-            check_columns(
-                reward_funcs, named_columns(train_dataset, None if reward_sources else eval_dataset)
-            )
+        if rollout_func is None and rewards_read_rows(self):
+            datasets = args.eval_max_samples, train_dataset, eval_dataset
+            for functions, columns in scored_columns(reward_funcs, reward_sources, *datasets):
+                if not agents.is_multi_turn:  # whose rollouts add columns
+                    check_columns(functions, columns)
         self.curriculum = curriculum
         check_curriculum(args, curriculum, train_dataset, reward_names(reward_funcs))
         processing_class = load_processing_class(processing_class, model, args)

@@ -249,7 +249,7 @@ def correct(completion_ids, **_):
             r"by their index, and a IterableDataset has none",
         ),
         ({"dataloader_num_workers": 1}, "earlier rewards: dataloader_num_workers=1 reads ahead; set 0"),
-        ({"prompt_filter": {"reward": "corect"}}, "'corect' is no reward function.*nearest: 'correct'"),
+        ({"prompt_filter": {"reward": "corect"}}, "'corect' is no reward function.*nearest name: 'correct'"),
         ({"prompt_filter": None, "curriculum": {"min": 0}}, "curriculum=.*is not callable"),
     ],
 )

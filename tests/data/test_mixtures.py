@@ -11,9 +11,9 @@ from itertools import chain
 import pytest
 from datasets import Dataset, DatasetDict
 from support.configs import config_of
-from support.runs import trainer
+from support.runs import count_reward, trainer
 
-from groupwise import GRPOConfig
+from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.data import dataset_checks
 from groupwise.errors import ConfigError
 
@@ -77,8 +77,13 @@ class Lazy:
 @pytest.mark.parametrize(
     ("dataset", "weights", "message"),
     [
-        (MIXTURE, {"math": 2, "code": 1}, "has 'math', no source of train_dataset; nearest name: 'maths'"),
-        (MIXTURE, {"maths": 2}, "lacks 'code', a source of train_dataset"),
+        (
+            MIXTURE,
+            {"math": 2, "code": 1},
+            "has 'math', no source of train_dataset; there are 'maths', 'code'; nearest name: 'maths'",
+        ),
+        (MIXTURE, {"maths": 2}, "dataset_weights has 'maths' and lacks 'code'; give each source of train"),
+        (MIXTURE, {}, "dataset_weights has no entry and lacks 'maths', 'code'; give"),
         (MIXTURE["code"], {"code": 1}, "dataset_weights by source needs datasets by name"),
         ({**MIXTURE, "chat": []}, None, r"train_dataset\['chat'\] is empty"),
         ({**MIXTURE, "chat": [{"text": "w1"}]}, None, r"train_dataset\['chat'\] has no 'prompt' column"),
@@ -96,6 +101,79 @@ def test_splits_and_columns_are_no_mixture(tmp_path):
         trainer(tmp_path, train_dataset=DatasetDict(train=Dataset.from_list(MIXTURE["maths"])))
     with pytest.raises(ConfigError, match="is a dict of columns"):
         trainer(tmp_path, train_dataset={"prompt": ["w1", "w2"]})
+
+
+def solved(completion_ids, answer, **_):
+    return count_reward(completion_ids)
+
+
+def passed(completion_ids, tests, **_):
+    return count_reward(completion_ids)
+
+
+def of(source, **columns):
+    return [{"prompt": "w1", "source": source, **columns}] * 4
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "message"),
+    [
+        (rows("answer", 4), r"eval_dataset has no column 'source', .*there are 'prompt', 'answer'; nearest"),
+        (
+            {"held": rows("sorce", 4)},
+            r"eval_dataset\['held'\] has no column 'source'.* nearest name: 'sorce'",
+        ),
+        (Dataset.from_list(rows("answer", 4)).to_iterable_dataset(), "eval_dataset has no column 'source'"),
+        (
+            of("code", tests=1) + of("math", tests=1),
+            "eval_dataset has rows of the source 'math', which has no reward; there are 'code', 'maths'; "
+            "nearest name: 'maths'",
+        ),
+        (Dataset.from_list(of("maths", answer=1) + of(None)), "has rows of the source None"),
+        (
+            of("code", tests=1) + of("maths", answr=1),
+            r"'solved' requires 'answer', which is no column of eval_dataset \(source 'maths'\): 'prompt', "
+            "'source', 'tests', 'answr'; nearest: 'answr'",
+        ),
+        ({"maths": rows("tests", 4)}, r"'solved' requires 'answer', .*eval_dataset\['maths'\] \(source"),
+    ],
+)
+def test_an_evaluation_set_that_rewards_by_source_cannot_score_is_named(tmp_path, evaluated, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(
+            tmp_path,
+            {"maths": [solved], "code": [passed]},
+            train_dataset=MIXTURE,
+            eval_dataset=evaluated,
+            kind=NeverLoads,
+        )
+
+
+class NeverLoads(GRPOTrainer):
+    """A trainer whose checks have to end the construction."""
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__("no/such-model", *args, **kwargs)
+
+
+def test_rewards_by_source_need_the_columns_of_their_rows_alone(tmp_path):
+    """A set of one source lacks the columns of the others; rows that no evaluation reads may be of any."""
+    made = trainer(
+        tmp_path,
+        {"maths": [solved, count_reward], "code": [passed, count_reward]},
+        train_dataset=MIXTURE,
+        eval_dataset=DatasetDict(
+            maths=Dataset.from_list(rows("answer", 2)),
+            held=Dataset.from_list(of("code", tests=1)[:2] + of("math", tests=1)),
+        ),
+        eval_max_samples=2,
+        per_device_eval_batch_size=8,
+        eval_pass_at_k=[1],
+    )
+    found = made.evaluate()
+    assert {"eval_maths_pass@1/maths", "eval_held_pass@1/code"} <= found.keys()
+    assert found["eval_held_rewards/passed/mean"] == found["eval_held_rewards/count_reward/mean"]
+    assert "eval_held_rewards/solved/mean" not in found
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("inf"), "2", True, None])

@@ -194,6 +194,7 @@ def test_zero_is_a_value_of_an_evaluation(tmp_path):
 
 def test_a_column_that_no_dataset_has_is_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match="metrics_by='rows' is no column of train_dataset; nearest name: 'row'"
+        ConfigError,
+        match="'rows' is no column of train_dataset; there are 'prompt', 'row'; nearest name: 'row'",
     ):
         trainer(tmp_path, metrics_by="rows")

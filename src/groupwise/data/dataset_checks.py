@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, product, zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.utils import gather_object
 from torch.utils.data import Dataset, IterableDataset
 from transformers.trainer_utils import IntervalStrategy
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.data.prompt_checks import PromptCheck, known_prompts
+from groupwise.data.prompt_checks import PromptCheck, known_values
 from groupwise.data.sampler import data_seed
 from groupwise.errors import ConfigError, boundary, nearest_name, shortened
 from groupwise.records import Row
@@ -38,14 +38,26 @@ def check_sources(setting: str, given: Mapping[str, Any], train_dataset: Any) ->
     """Check that a setting by source has the sources of a mixture.
 
     Raises:
-        ConfigError: ``train_dataset`` is no mixture, or the first name that only one of them has.
+        ConfigError: ``train_dataset`` is no mixture, a name is none of its sources, or some are missing.
     """
     if not is_mixture(train_dataset):
-        raise ConfigError(f"{setting} by source needs datasets by name: train_dataset={{name: rows}}")
-    for name in sorted(given.keys() ^ train_dataset.keys(), key=train_dataset.__contains__):  # unknown first
-        fault = f"has {name!r}, no source" if name in given else f"lacks {name!r}, a source"
-        nearest = nearest_name(str(name), map(str, train_dataset if name in given else given))
-        raise ConfigError(f"{setting} {fault} of train_dataset; nearest name: {nearest!r}")
+        raise ConfigError(
+            f"{setting} by source needs datasets by name: train_dataset={{name: rows}}, or in a run file a "
+            "source in each entry of datasets"
+        )
+    for name in given:
+        if name not in train_dataset:
+            _refuse(f"{setting} has {name!r}, no source of train_dataset", name, train_dataset)
+    if missing := ", ".join(repr(name) for name in train_dataset if name not in given):
+        has = f"{setting} has {', '.join(map(repr, given)) or 'no entry'} and lacks {missing}"
+        raise ConfigError(f"{has}; give each source of train_dataset an entry")
+
+
+def _refuse(fault: str, name: object, known: Iterable[object]) -> NoReturn:
+    """Raise ConfigError with the known names, and the one nearest to ``name``."""
+    names = [*map(str, known)]
+    there = f"there are {', '.join(map(repr, names))}; nearest name: {nearest_name(str(name), names)!r}"
+    raise ConfigError(f"{fault}; {there}")
 
 
 def mix_sources(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tuple[Any, Any, str]:
@@ -72,10 +84,9 @@ def mix_sources(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> tu
 
     streams = any(map(is_streaming, train_dataset.values()))
     sources = [_named(f"train_dataset[{n!r}]", rows, str(n), streams) for n, rows in train_dataset.items()]
-    for key, columns in named_columns(None, eval_dataset).items() if type(eval_dataset) is dict else ():
-        name = next(name for name in eval_dataset if key == f"eval_dataset[{name!r}]")
-        if name in train_dataset and SOURCE not in columns:
-            rows = eval_dataset[name]
+    for name, rows in eval_dataset.items() if isinstance(eval_dataset, dict) else ():
+        key = f"eval_dataset[{name!r}]"
+        if name in train_dataset and SOURCE not in named_columns(None, {name: rows}).get(key, [SOURCE]):
             eval_dataset = {**eval_dataset, name: _named(key, rows, str(name), is_streaming(rows))}
     with boundary(ConfigError, "joining the sources of train_dataset"):
         if weights is None and not streams:
@@ -142,9 +153,8 @@ def check_data(train_dataset: Any, eval_dataset: Any, config: GRPOConfig) -> Non
         check_dataset(name, dataset)
     columns = named_columns(train_dataset, eval_dataset)
     if columns and config.metrics_by and not any(config.metrics_by in names for names in columns.values()):
-        nearest = nearest_name(config.metrics_by, chain(*columns.values()))
         given = f"metrics_by={config.metrics_by!r} is no column of {' or '.join(columns)}"
-        raise ConfigError(f"{given}; nearest name: {nearest!r}")
+        _refuse(given, config.metrics_by, dict.fromkeys(chain(*columns.values())))
     if isinstance(eval_dataset, dict) and config.eval_strategy != "no":
         sets, name = list(eval_dataset), (config.metric_for_best_model or "").removeprefix("eval_")
         if name and not any(name.startswith(f"{key}_") for key in sets):
@@ -201,10 +211,7 @@ def check_curriculum(
             )
     wanted = (config.prompt_filter or {}).get("reward")  # type: ignore[union-attr]
     if wanted is not None and wanted not in reward_names:
-        raise ConfigError(
-            f"prompt_filter['reward']={wanted!r} is no reward function; allowed: {', '.join(reward_names)}; "
-            f"nearest: {nearest_name(wanted, reward_names)!r}"
-        )
+        _refuse(f"prompt_filter['reward']={wanted!r} is no reward function", wanted, reward_names)
     if curriculum is not None and not callable(curriculum):
         raise ConfigError(
             f"curriculum={shortened(curriculum)} is not callable; pass (rates, step) -> weights"
@@ -268,7 +275,7 @@ def checked_rows(dataset: Any, check: PromptCheck, max_rows: int | None = None) 
         raise processor_required(f"{check.name} has a column {with_images[0]!r}", check.processing_class)
     if is_streaming(dataset):
         return dataset
-    prompts = known_prompts(dataset)
+    prompts = known_values(dataset)
     if prompts is None:
         return CheckedRows(dataset, check)
     for index, prompt in enumerate(islice(prompts, max_rows)):
@@ -284,7 +291,7 @@ def check_ranks(datasets: dict[str, Any], max_eval_rows: int | None = None) -> N
     """
     own: dict[str, list[int]] = {}
     for name, dataset in datasets.items():
-        prompts = None if is_streaming(dataset) else known_prompts(dataset)
+        prompts = None if is_streaming(dataset) else known_values(dataset)
         limit = None if name == "train_dataset" else max_eval_rows
         own[name] = [prompt_digest(prompt) for prompt in islice(prompts or (), limit)]
     # Of each dataset one number; rows only if a dataset differs.
@@ -361,3 +368,30 @@ def functions_by_source(reward_funcs: Any, train_dataset: Any) -> tuple[Any, lis
             key = function if isinstance(function, str) else id(function)
             found.setdefault(key, (function, set()))[1].add(str(source))
     return [function for function, _ in found.values()], list(found.values())
+
+
+def scored_columns(
+    functions: Any, sources: list[Any], max_rows: int | None, train_dataset: Any, eval_dataset: Any
+) -> Iterator[tuple[Any, dict[str, list[str]]]]:
+    """Yield reward functions and, by dataset, the columns of rows that they score, as known in advance.
+
+    Args:
+        sources: functions that score some sources only, and these; an evaluation set in memory is then split
+            by source.
+        max_rows: rows that an evaluation reads.
+
+    Raises:
+        ConfigError: with ``sources``, an evaluation set has no column ``source``, or a source without reward.
+    """
+    yield functions, named_columns(train_dataset, None if sources else eval_dataset)
+    columns = named_columns(None, eval_dataset)
+    known = sorted({name for _, names in sources for name in names})
+    for name, rows in named_datasets(None, eval_dataset).items() if sources else ():
+        if SOURCE not in columns.get(name, [SOURCE]):
+            needs = "which rewards by source need (eval_dataset={source: rows} adds it)"
+            _refuse(f"{name} has no column {SOURCE!r}, {needs}", SOURCE, columns[name])
+        for source in dict.fromkeys(islice(known_values(rows, SOURCE) or (), max_rows)):
+            if source not in known:
+                _refuse(f"{name} has rows of the source {source!r}, which has no reward", source, known)
+            own = [function for function, names in sources if source in names]
+            yield own, {f"{name} (source {source!r})": columns[name]}

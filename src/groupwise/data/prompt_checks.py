@@ -214,12 +214,12 @@ def _shape(value: Any, key: str = "") -> object:
     return bool(value.strip()) if isinstance(value, str) else type(value)
 
 
-def known_prompts(dataset: Any) -> Iterable[Any] | None:
-    """Return all prompts of a dataset in memory; None if rows are computed on access."""
+def known_values(dataset: Any, column: str = "prompt") -> Iterable[Any] | None:
+    """Return a column of a dataset in memory; None if rows are computed on access."""
     datasets = sys.modules.get("datasets")  # else no dataset is one of its
     if datasets is not None and isinstance(dataset, datasets.Dataset):
-        made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features["prompt"])
-        return None if made_on_reading else dataset.with_format(None).select_columns("prompt")["prompt"]
+        made_on_reading = dataset.format["type"] == "custom" or "Image(" in str(dataset.features[column])
+        return None if made_on_reading else dataset.with_format(None).select_columns(column)[column]
     if isinstance(dataset, (list, tuple)):
-        return [row.get("prompt") if isinstance(row, dict) else row for row in dataset]
+        return [row.get(column) if isinstance(row, dict) else row for row in dataset]
     return None

@@ -426,6 +426,18 @@ def test_a_run_file_has_sources_their_weights_and_their_rewards(run_file, capsys
     datasets = [{"path": f"{name}.jsonl", "source": name} for name in ("maths", "code")]
     rewards = {"maths": ["my_rewards:even", "think_format_reward"], "code": "my_rewards:even"}
     given = {"dataset": ..., "datasets": datasets, "dataset_weights": {"maths": 2, "code": 1}}
+    Path("held.jsonl").write_text('{"prompt": "w2 w3", "source": "code"}\n' * 8)
+    given["eval_dataset"] = "held.jsonl"
+    # A function of two sources has one weight; an evaluation set needs the columns of its sources alone.
+    solved = "def solved(completions, answer, **_):\n    return completions\n"
+    Path("my_rewards.py").write_text(Path("my_rewards.py").read_text() + solved)
+    Path("answers.jsonl").write_text('{"prompt": "w2 w3", "answer": "w1"}\n' * 8)
+    path = run_file(
+        **{**given, "datasets": [{"path": "answers.jsonl", "source": "maths"}, datasets[1]]},
+        rewards={**rewards, "maths": ["my_rewards:even", "my_rewards:solved"]},
+        reward_weights=[1.0, 0.5],
+    )
+    assert main(["doctor", "--config", path, "--no_model"]) == 0
     path = run_file(**given, rewards=rewards)
     assert main(["doctor", "--config", path, "--no_model"]) == 0
     assert main(["train", "--config", path]) == 0
@@ -434,7 +446,31 @@ def test_a_run_file_has_sources_their_weights_and_their_rewards(run_file, capsys
     capsys.readouterr()
     path = run_file(**given, rewards={"maths": "my_rewards:even", "cod": "my_rewards:even"})
     assert main(["train", "--config", path]) == 2
-    assert "has 'cod', no source of train_dataset; nearest name: 'code'" in capsys.readouterr().err
+    assert "has 'cod', no source of train_dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "doctor", "sweep"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_weights": {"maths": 1, "cod": 1}}, "dataset_weights has 'cod', no source"),
+        ({"rewards": {"maths": "my_rewards:even"}}, "rewards has 'maths' and lacks 'code'; give each source"),
+        ({"rewards": {"math": ["my_rewards:even"], "cod": []}}, "rewards has 'cod', no source"),
+        (
+            {"rewards": {"maths": ["my_rewards:even"]}, "datasets": ..., "dataset": "rows.jsonl"},
+            "rewards by source needs datasets by name",
+        ),
+    ],
+)
+def test_unknown_sources_are_named_before_model_and_data_are_read(command, changes, message, run_file, capfd):
+    given = {
+        "model": "no/such-model",
+        "dataset": ...,
+        "datasets": [{"path": f"{name}.jsonl", "source": name} for name in ("maths", "code")],
+        **({"runs": {"low": {}}} if command == "sweep" else {}),
+    }
+    assert main([command, "--config", run_file(**{**given, **changes})]) > 0
+    assert message in " ".join("".join(capfd.readouterr()).split())
 
 
 @pytest.mark.slow

@@ -36,6 +36,20 @@ def test_the_runs_of_a_file_are_trained_and_compared(run_file, capsys):
     assert main(["report", "out/low", "out/high", "--output", "out/report.html"]) == 0
 
 
+@pytest.mark.slow
+def test_runs_share_a_mixture_and_have_rewards_and_weights_by_source(run_file):
+    for name in ("maths", "code"):
+        Path(f"{name}.jsonl").write_text('{"prompt": "w2 w3"}\n' * 8)
+    by_source = {"maths": ["my_rewards:even", "my_rewards:constant"], "code": "my_rewards:even"}
+    given = {"datasets": [{"path": f"{name}.jsonl", "source": name} for name in ("maths", "code")]}
+    runs = {"low": {"dataset_weights": {"maths": 3, "code": 1}}, "high": {"rewards": "my_rewards:even"}}
+    path = run_file(dataset=..., rewards=by_source, runs=runs, lora=LORA, max_steps=2, **given)
+    assert main(["sweep", "--config", path]) == 0
+    lines = {name: Path("out", name, "metrics.jsonl").read_text() for name in runs}
+    assert all('"reward/maths"' in text or '"reward/code"' in text for text in lines.values())
+    assert "rewards/constant/mean" in lines["low"] and "rewards/constant/mean" not in lines["high"]
+
+
 def test_flags_act_on_all_runs(run_file, tmp_path):
     flags = ["--config", run_file(runs=RUNS, lora=LORA), "--output_dir", "elsewhere", "--max_steps", "7"]
     sweep, resume, dataset = make_sweep(flags)

@@ -237,12 +237,19 @@ def test_rewards_may_differ_between_runs(tmp_path):
     def odd(completion_ids: Any, **_: Any) -> list[float]:
         return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
 
-    names = ("plain", "hot")
+    names, mixture = ("plain", "hot"), {"maths": runs.prompts(), "code": runs.prompts()}
+    by_source = {"maths": [runs.count_reward], "code": runs.count_reward}
+    one = Sweep(  # one dictionary by source for all runs
+        *(policy(), by_source, {name: config(tmp_path / name) for name in names}, mixture),
+        processing_class=runs.tokenizer(),
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+    )
+    assert all(run.trainer.reward_func_names == ["count_reward"] for run in one.runs.values())
     made = Sweep(
         policy(),
-        {"plain": runs.count_reward, "hot": odd},
+        {"plain": by_source, "hot": odd},
         {name: config(tmp_path / name) for name in names},
-        runs.prompts(),
+        mixture,
         processing_class=runs.tokenizer(),
         peft_config=LoraConfig(task_type="CAUSAL_LM"),
     )

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -24,7 +23,7 @@ from groupwise.commands.cli.checks import (
 )
 from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
 from groupwise.commands.cli.launch import CONFIGS
-from groupwise.commands.cli.run_file import RunArguments, read_run, read_yaml
+from groupwise.commands.cli.run_file import RunArguments, read_run, read_yaml, sources_of
 from groupwise.commands.cli.sources import (
     iterative_arguments,
     load_datasets,
@@ -36,7 +35,13 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import chosen_backend, json_dict
 from groupwise.config.settings import card_settings
 from groupwise.config.validation import warnings_of
-from groupwise.data.dataset_checks import check_data, has_image_columns, mix_sources, named_columns
+from groupwise.data.dataset_checks import (
+    check_data,
+    functions_by_source,
+    has_image_columns,
+    mix_sources,
+    scored_columns,
+)
 from groupwise.data.loaders import prepare_data
 from groupwise.errors import ConfigError
 from groupwise.generation.backends import check_backend
@@ -97,8 +102,7 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
     report.add([ok("settings", f"every constraint holds: {shown}")])
     report.add(warn("settings", message) for message in warnings_of(config))
     given = {name: report.attempt(name, load) for name, load in trainer_arguments(settings, config).items()}
-    if isinstance(given["reward_funcs"], dict):  # by source; the trial step checks its names
-        given["reward_funcs"] = list(chain.from_iterable(given["reward_funcs"].values()))
+    given["reward_funcs"], by_source = functions_by_source(given["reward_funcs"], sources_of(settings))
     if settings.iterative is not None:
         report.attempt(
             "iterative", lambda: iterative_arguments(settings)["iterative"].with_reference_refresh(config)
@@ -124,8 +128,11 @@ def _check_run(options: argparse.Namespace, rest: Sequence[str], report: Report)
             rewards = given["reward_funcs"], None, config, agents.reward_funcs
             report.attempt("reward", check_rewards, *rewards, multi_turn=agents.is_multi_turn)
         datasets = report.attempt("dataset", _check_datasets, settings, config, agents, report) or datasets
-        if given["rollout_func"] is None and not agents.is_multi_turn:
-            report.attempt("reward", check_columns, given["reward_funcs"] or (), named_columns(*datasets))
+        if given["rollout_func"] is None:
+            known = by_source, config.eval_max_samples, *datasets
+            scored: Any = report.attempt("reward", list, scored_columns(given["reward_funcs"] or (), *known))
+            for pair in () if agents.is_multi_turn else scored or ():
+                report.attempt("reward", check_columns, *pair)
     if model_config is not None:
         with_images = has_image_columns(*datasets)
         sampler = _sampler(config, model_config, with_images=with_images, asks=not options.no_server)

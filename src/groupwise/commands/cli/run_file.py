@@ -21,6 +21,7 @@ from groupwise.config.fields import Json
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import redact
 from groupwise.config.settings import refuse_unknown
+from groupwise.data.dataset_checks import check_sources
 from groupwise.errors import ConfigError, GroupwiseError, boundary, shortened
 from groupwise.hf.arguments import warn_of_defaults
 
@@ -134,11 +135,32 @@ def read_run(
         translated = translate(values, {*settings, *names})
         run, config = parser.parse_dict(values, allow_extra_keys=True)
     _normalize(run)
+    for name, value in (("rewards", rewards_by_source(run)), ("dataset_weights", config.dataset_weights)):
+        if value is not None:
+            check_sources(name, value, sources_of(run))
     if translated and os.environ.get("RANK", "0") == "0":
         lines = "\n  ".join(["groupwise: keys of trl grpo, and what they are here:", *translated])
         print(redact(lines), file=sys.stderr)
         warn_of_defaults(config, {*settings, *names})
     return run, config
+
+
+def sources_of(run: RunArguments) -> dict[Any, None]:
+    """Return the sources of ``datasets`` as keys; empty without."""
+    entries: list[Any] = [entry for entry in run.datasets or () if isinstance(entry, dict)]
+    return {entry["source"]: None for entry in entries if entry.get("source") is not None}
+
+
+def rewards_by_source(run: RunArguments) -> dict[Any, list[Any]] | None:
+    """Return the rewards of each source, or None if they are of all rows."""
+    given: Any = run.rewards[0] if run.rewards and len(run.rewards) == 1 else None
+    if not isinstance(given, dict):
+        return None
+    # Of {name: arguments}, which creates one reward, the value is a mapping or None.
+    has_lists = any(isinstance(each, (list, str)) for each in given.values())
+    if not has_lists and sources_of(run).keys().isdisjoint(given):
+        return None
+    return {source: each if isinstance(each, list) else [each] for source, each in given.items()}
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import AutoTokenizer
 
 from groupwise import rewards
-from groupwise.commands.cli.run_file import RunArguments
+from groupwise.commands.cli.run_file import RunArguments, rewards_by_source
 from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import check_names
@@ -146,14 +146,11 @@ def _broken_line(path: Path) -> str:
     return ""
 
 
-def _resolve_rewards(run: RunArguments) -> Any:
-    """Return the list of rewards, or by source of ``datasets`` if the run file has a mapping of them."""
-    specs, datasets = cast("list[Any]", run.rewards), cast("list[Any]", run.datasets or [])
-    sources = {entry.get("source") for entry in datasets if isinstance(entry, dict)} - {None}
-    if not sources or len(specs) > 1 or not isinstance(specs[0], dict) or not sources & specs[0].keys():
-        return [resolve_reward(spec) for spec in specs]
-    by_source = {source: each if isinstance(each, list) else [each] for source, each in specs[0].items()}
-    return {source: [resolve_reward(spec) for spec in each] for source, each in by_source.items()}
+def resolve_rewards(run: RunArguments) -> Any:
+    """Return the list of rewards, or lists by source if the run file has a mapping of them; None without."""
+    if (by_source := rewards_by_source(run)) is None:
+        return run.rewards and [resolve_reward(spec) for spec in run.rewards]
+    return {source: [resolve_reward(spec) for spec in specs] for source, specs in by_source.items()}
 
 
 def resolve_reward(spec: object) -> RewardFunction | str:
@@ -214,7 +211,7 @@ def import_object(path: str) -> Any:
 def trainer_arguments(run: RunArguments, config: GRPOConfig) -> dict[str, Callable[[], Any]]:
     """Return functions that load the objects named in a run file, by the trainer's argument."""
     return {
-        "reward_funcs": lambda: run.rewards and _resolve_rewards(run),
+        "reward_funcs": lambda: resolve_rewards(run),
         "tools": lambda: run.tools and [import_object(path) for path in run.tools],
         "rollout_func": lambda: run.rollout_func and import_object(run.rollout_func),
         "environment_factory": lambda: run.environment and import_object(run.environment),

@@ -99,7 +99,7 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
         ConfigError: the file has no runs, or a run has a setting that cannot be trained with.
     """
     from groupwise.commands.cli.run_file import as_config_error, read_run, read_yaml
-    from groupwise.commands.cli.sources import load_datasets, lora_config, resolve_reward
+    from groupwise.commands.cli.sources import load_datasets, lora_config, resolve_rewards
     from groupwise.commands.sweeps.scheduler import Sweep
     from groupwise.policy.introspection import load_config
 
@@ -133,7 +133,7 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
     with as_config_error("setting up"):
         sweep = Sweep(
             common.model,
-            {name: [resolve_reward(spec) for spec in run.rewards or ()] for name, (run, _) in parsed.items()},
+            {name: resolve_rewards(run) for name, (run, _) in parsed.items()},
             {name: args for name, (_, args) in parsed.items()},
             train_dataset,
             eval_dataset,

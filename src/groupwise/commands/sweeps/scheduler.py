@@ -167,7 +167,7 @@ class Sweep:
         self.event_loop = EventLoop("groupwise-user-code")
         weakref.finalize(self, self.event_loop.close)
         self.runs = {
-            name: SweepRun(name, args, _of_run(reward_funcs, name), _of_run(peft_config, name))
+            name: SweepRun(name, args, _of_run(reward_funcs, name, reward_funcs), _of_run(peft_config, name))
             for name, args in runs.items()
         }
         self.directory = self._check()
@@ -514,9 +514,9 @@ def _policy(run: SweepRun) -> PeftModel:
     return cast("PeftModel", cast(GRPOTrainer, run.trainer).model)
 
 
-def _of_run(value: Any, name: str) -> Any:
+def _of_run(value: Any, name: str, default: Any = None) -> Any:
     """Return the value of a run from a dictionary by run, or the value of all runs."""
-    return value.get(name) if isinstance(value, Mapping) else value
+    return value.get(name, default) if isinstance(value, Mapping) else value
 
 
 def _is_name(name: str) -> bool:
