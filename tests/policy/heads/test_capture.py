@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from groupwise.errors import ConfigError
-from groupwise.policy.heads.capture import compute_at_head, logprob_computation
+from groupwise.policy.heads.capture import LogprobHead, forward_at_head, forward_logprobs
+from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.weights import HeadWeights, check_head, head_weights
 
 SIZES = {
@@ -83,15 +84,18 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def logprobs_at_head(model, weights, targets, *given, **options):
-    return compute_at_head(model, weights, logprob_computation(targets, *given, **options))
-
-
-def captured_scores(model, temperature, called=None):
+def scores_at_head(model, temperature, at_head=None, with_entropy=True):
+    """Log-probs and entropies of a batch; ``at_head`` gets those that do not pass the model's output."""
     inputs, targets = batch()
-    with logprobs_at_head(model, head_weights(model), targets, temperature) as captured:
-        output = (called or model)(**inputs)
-    return captured, output
+
+    def compute(hidden, weights):
+        rows = hidden.flatten(0, 1), weights, targets.flatten(), temperature, with_entropy
+        scores = [score if score is None else score.view_as(targets) for score in chunked_head(*rows)]
+        if at_head is not None:
+            at_head.extend(scores)
+        return tuple(scores)
+
+    return forward_at_head(model, inputs, LogprobHead(), compute)[0]
 
 
 def assert_same_gradients(given, expected):
@@ -109,8 +113,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_logits(name):
     expected_logps, expected_entropy = scores_of_logits(model(**inputs).logits, targets, 0.8)
     expected = gradients(model, loss_of(expected_logps, expected_entropy))
 
-    captured, output = captured_scores(model, 0.8)
-    logps, entropy = captured.read(output.logits)
+    logps, entropy = scores_at_head(model, 0.8)
     assert logps.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logps.double(), expected_logps, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
@@ -120,21 +123,19 @@ def test_log_probs_and_gradients_are_those_of_the_models_logits(name):
 @pytest.mark.parametrize("name", ["gemma2_softcap", "cohere_scale"])
 def test_captured_and_routed_log_probs_have_the_same_values_and_gradients(name):
     model = build_model(name)
-    captured, _ = captured_scores(model, 1.3)
-    direct = gradients(model, loss_of(captured.outputs[0], captured.outputs[1]))
-    captured, output = captured_scores(model, 1.3)
-    logps, entropy = captured.read(output.logits)
-    assert torch.equal(logps, captured.outputs[0]) and torch.equal(entropy, captured.outputs[1])
+    at_head = []
+    scores_at_head(model, 1.3, at_head=at_head)
+    direct = gradients(model, loss_of(*at_head))
+    logps, entropy = scores_at_head(model, 1.3)
+    assert torch.equal(logps, at_head[0]) and torch.equal(entropy, at_head[1])
     assert_same_gradients(gradients(model, loss_of(logps, entropy)), direct)
 
 
 def test_gradient_checkpointing_changes_nothing():
     model = build_model("qwen3")
-    captured, output = captured_scores(model, 1.0)
-    plain = gradients(model, loss_of(*captured.read(output.logits)))
+    plain = gradients(model, loss_of(*scores_at_head(model, 1.0)))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    captured, output = captured_scores(model, 1.0)
-    assert_same_gradients(gradients(model, loss_of(*captured.read(output.logits))), plain)
+    assert_same_gradients(gradients(model, loss_of(*scores_at_head(model, 1.0))), plain)
 
 
 def test_peft_model_trains_its_adapters_and_only_them():
@@ -143,15 +144,15 @@ def test_peft_model_trains_its_adapters_and_only_them():
     assert head_weights(model).weight_VH is model.get_base_model().lm_head.weight
     inputs, targets = batch()
     expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 1.0)))
-    captured, output = captured_scores(model, 1.0)
-    given = gradients(model, loss_of(*captured.read(output.logits)))
+    scores = scores_at_head(model, 1.0)
+    given = gradients(model, loss_of(*scores))
     assert given and all("lora_" in name for name in given)
     assert_same_gradients(given, expected)
     with model.disable_adapter(), torch.no_grad():
-        reference, _ = captured_scores(model, 1.0)
+        reference = scores_at_head(model, 1.0)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 1.0)
-    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(reference.outputs[0], captured.outputs[0], atol=1e-3)
+    torch.testing.assert_close(reference[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(reference[0], scores[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -169,24 +170,26 @@ def test_a_trained_copy_of_the_head(tied):
     assert head_weights(model).weight_VH is head.modules_to_save["default"].weight
     inputs, targets = batch()
     expected = gradients(model, loss_of(*scores_of_logits(model(**inputs).logits, targets, 0.8)))
-    captured, output = captured_scores(model, 0.8)
-    given = gradients(model, loss_of(*captured.read(output.logits)))
+    scores = scores_at_head(model, 0.8)
+    given = gradients(model, loss_of(*scores))
     assert any("modules_to_save" in name for name in given)
     assert_same_gradients(given, expected)
     with model.disable_adapter(), torch.no_grad():
         assert head_weights(model).weight_VH is head.original_module.weight
-        reference, _ = captured_scores(model, 0.8)
+        reference = scores_at_head(model, 0.8)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 0.8)
-    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
-    assert (reference.outputs[0] - captured.outputs[0]).abs().max() > 1e-2
+    torch.testing.assert_close(reference[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert (reference[0] - scores[0]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("use", ["read", "stash"])
 def test_every_parameter_is_reachable_from_the_models_output(use):
     """DDP walks the autograd graph from the outputs to find the parameters that will get a gradient."""
     model = build_model("llama")
-    captured, output = captured_scores(model, 1.0)
-    root = output.logits if use == "read" else captured.outputs[0]
+    at_head, outputs = [], []
+    model.register_forward_hook(lambda module, args, output: outputs.append(output.logits))
+    scores_at_head(model, 1.0, at_head=at_head)
+    root = outputs[0] if use == "read" else at_head[0]
     seen, found, pending = set(), set(), [root.grad_fn]
     while pending:
         node = pending.pop()
@@ -208,9 +211,9 @@ def test_loss_on_read_log_probs_runs_backward_hooks_of_the_models_output():
         output.logits.register_hook(lambda gradient: calls.append(gradient.shape))
 
     handle = model.register_forward_hook(watch)
-    captured, output = captured_scores(model, 1.0)
+    scores = scores_at_head(model, 1.0)
     handle.remove()
-    loss_of(*captured.read(output.logits)).backward()
+    loss_of(*scores).backward()
     assert [shape[:2] for shape in calls] == [(3, KEPT)]
 
 
@@ -220,12 +223,11 @@ def test_hooks_of_the_head_run_and_swapped_weights_are_used():
     inputs, targets = batch()
     doubled = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
     expected, _ = scores_of_logits(2 * model(**inputs).logits, targets, 1.0)
-    weights = head_weights(model)
     handle = model.lm_head.register_forward_pre_hook(lambda module, _: setattr(module, "weight", doubled))
-    with torch.no_grad(), logprobs_at_head(model, weights, targets) as captured:
-        model(**inputs)
+    with torch.no_grad():
+        logps, _ = scores_at_head(model, 1.0)
     handle.remove()
-    torch.testing.assert_close(captured.outputs[0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logps.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_accelerate_device_hooks_still_wrap_the_head():
@@ -241,7 +243,7 @@ def test_accelerate_device_hooks_still_wrap_the_head():
     model = build_model("llama")
     recorder = Recorder()
     add_hook_to_module(model.lm_head, recorder)
-    captured_scores(model, 1.0)
+    scores_at_head(model, 1.0)
     assert recorder.shapes == ((3, KEPT, 3),)
     inputs, _ = batch()
     assert model(**inputs).logits.shape == (3, KEPT, 67)
@@ -249,59 +251,38 @@ def test_accelerate_device_hooks_still_wrap_the_head():
 
 def test_no_entropy_when_not_asked_for():
     model = build_model("llama")
-    inputs, targets = batch()
-    with logprobs_at_head(model, head_weights(model), targets, with_entropy=False) as captured:
-        output = model(**inputs)
-    logps, entropy = captured.read(output.logits)
-    assert entropy is None and captured.outputs[1] is None
+    logps, entropy = scores_at_head(model, 1.0, with_entropy=False)
+    assert entropy is None
     logps.sum().backward()
     assert model.lm_head.weight.grad.abs().sum() > 0
 
 
 def test_the_head_is_restored_also_after_an_exception():
     model = build_model("llama")
-    inputs, targets = batch()
+    inputs, _ = batch()
     before = model(**inputs).logits
     attributes = set(vars(model.lm_head))
-    with pytest.raises(KeyError), logprobs_at_head(model, head_weights(model), targets):
-        raise KeyError
+    with pytest.raises(KeyError):
+        forward_at_head(model, inputs, LogprobHead(), lambda *_: {}["missing"])
     assert set(vars(model.lm_head)) == attributes
     assert torch.equal(model(**inputs).logits, before)
-
-
-def test_nesting_is_refused_and_leaves_the_outer_block_working():
-    model = build_model("llama")
-    inputs, targets = batch()
-    weights = head_weights(model)
-    with logprobs_at_head(model, weights, targets) as captured:
-        with (
-            pytest.raises(RuntimeError, match="already active"),
-            logprobs_at_head(model, weights, targets),
-        ):
-            pass
-        model(**inputs)
-    assert captured.outputs[0].shape == targets.shape
 
 
 def test_a_wrong_number_of_positions_is_an_internal_error():
     model = build_model("llama")
     inputs, targets = batch()
-    with (
-        pytest.raises(AssertionError, match=r"\(3, 5\) for targets \(3, 4\)"),
-        logprobs_at_head(model, head_weights(model), targets[:, 1:]),
-    ):
-        model(**inputs)
+    with pytest.raises(AssertionError, match=r"\(3, 5\) for targets \(3, 4\)"):
+        forward_logprobs(model, inputs, targets[:, 1:], LogprobHead(), with_entropy=False)
 
 
 @pytest.mark.parametrize("wrong", [{"softcap": None}, {"scale": 0.5}])
-def test_an_unknown_logit_transform_is_refused(wrong):
+def test_an_unknown_logit_transform_is_refused(wrong, monkeypatch):
     model = build_model("gemma2_softcap")
-    inputs, targets = batch()
     described = {"softcap": 2.0, "scale": 1.0, **wrong}
-    with logprobs_at_head(model, HeadWeights(model.lm_head.weight, **described), targets) as captured:
-        output = model(**inputs)
+    weights = HeadWeights(model.lm_head.weight, **described)
+    monkeypatch.setattr("groupwise.policy.heads.capture.head_weights", lambda *_: weights)
     with pytest.raises(ConfigError, match=f"scale={described['scale']}, softcap={described['softcap']}"):
-        captured.read(output.logits)
+        scores_at_head(model, 1.0)
 
 
 def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
@@ -309,32 +290,36 @@ def test_only_the_first_reading_of_a_model_waits_for_the_device(monkeypatch):
         raise AssertionError("a value was read")
 
     def read_without_values(model):
-        captured, output = captured_scores(model, 1.0)
         with monkeypatch.context() as patches:
-            for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
-                patches.setattr(torch.Tensor, name, refuse)
-            captured.read(output.logits)
+
+            def forbid(*_):
+                for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__"):
+                    patches.setattr(torch.Tensor, name, refuse)
+
+            handle = model.register_forward_hook(forbid)  # after the model's own forward
+            try:
+                scores_at_head(model, 1.0)
+            finally:
+                handle.remove()
 
     model = build_model("gemma2_softcap")
     with pytest.raises(AssertionError, match="a value was read"):
         read_without_values(model)
-    captured, output = captured_scores(model, 1.0)
-    captured.read(output.logits)
+    scores_at_head(model, 1.0)
     read_without_values(model)
     with pytest.raises(AssertionError, match="a value was read"):
         read_without_values(copy.deepcopy(model))
 
 
-def test_a_changed_head_description_is_checked_again():
+def test_a_changed_head_description_is_checked_again(monkeypatch):
     model = build_model("gemma2_softcap")
-    captured, output = captured_scores(model, 1.0)
-    captured.read(output.logits)
+    scores_at_head(model, 1.0)
     model.config.final_logit_softcapping = 3.0
-    captured, output = captured_scores(model, 1.0)
-    captured.read(output.logits)  # the model reads the same field
-    captured.head = HeadWeights(model.lm_head.weight, softcap=4.0)
+    scores_at_head(model, 1.0)  # the model reads the same field
+    weights = HeadWeights(model.lm_head.weight, softcap=4.0)
+    monkeypatch.setattr("groupwise.policy.heads.capture.head_weights", lambda *_: weights)
     with pytest.raises(ConfigError, match=r"softcap=4\.0"):
-        captured.read(output.logits)
+        scores_at_head(model, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -378,8 +363,7 @@ def test_an_adapter_of_the_head_computes_as_the_models_own_logits(tied, kind):
     inputs, targets = batch()
     expected_scores = scores_of_logits(model(**inputs).logits, targets, 0.8)
     expected = gradients(model, loss_of(*expected_scores))
-    captured, output = captured_scores(model, 0.8)
-    scores = captured.read(output.logits)
+    scores = scores_at_head(model, 0.8)
     for ours, theirs in zip(scores, expected_scores, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     given = gradients(model, loss_of(*scores))
@@ -389,10 +373,10 @@ def test_an_adapter_of_the_head_computes_as_the_models_own_logits(tied, kind):
     logits = model.get_output_embeddings()(hidden)
     torch.testing.assert_close(hidden @ head_weights(model).weight_VH.t(), logits, rtol=1e-5, atol=1e-5)
     with model.disable_adapter(), torch.no_grad():
-        reference, _ = captured_scores(model, 0.8)
+        reference = scores_at_head(model, 0.8)
         expected_logps, _ = scores_of_logits(model(**inputs).logits, targets, 0.8)
-    torch.testing.assert_close(reference.outputs[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
-    assert (reference.outputs[0] - captured.outputs[0]).abs().max() > 1e-2
+    torch.testing.assert_close(reference[0].double(), expected_logps, rtol=1e-5, atol=1e-5)
+    assert (reference[0] - scores[0]).abs().max() > 1e-2
 
 
 def test_all_linear_adapters_leave_the_head_alone():

@@ -1,9 +1,9 @@
 """Computation at the language-model head, inside the model's own forward pass: logits are never materialized.
 
-While :func:`compute_at_head` is active, the head module computes on the hidden states that it receives. Its
-hooks run as usual, so frameworks that shard, gather, move or cast the head's weights keep working. What the
-head returns instead of logits carries the gradients of its outputs through the rest of the model's forward,
-of which wrappers (FSDP) see nothing unusual::
+In :func:`forward_at_head` the head module computes on the hidden states that it receives. Its hooks run as
+usual, so frameworks that shard, gather, move or cast the head's weights keep working. What the head returns
+instead of logits carries the gradients of its outputs through the rest of the model's forward, of which
+wrappers (FSDP) see nothing unusual::
 
     hidden (B, K, H) ──> head module ──> carrier (B, K, n + 1) ──> model's own ──> output.logits (B, K, n + 1)
                              │             [0, …, 0, probe]      scale, softcap      │  column i: value 0,
@@ -18,22 +18,21 @@ Axes: B sequences, K positions that the model passes to its head, N = B · K, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from groupwise.compat.accelerate import forward_attribute
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.chunked import chunked_head
 from groupwise.policy.heads.dense import logps_from_logits
-from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head, parameters_of
+from groupwise.policy.heads.weights import HeadWeights, head_weights, output_head
 from groupwise.policy.introspection import configs_with_router_logits, unwrapped
 from groupwise.records.sampling_mask import SamplingMask
 
@@ -44,7 +43,6 @@ Outputs = tuple["torch.Tensor | None", ...]
 HeadComputation = Callable[[torch.Tensor, HeadWeights], Outputs]
 
 _PROBE = 8.0  # distinguishes softcaps and scales, also in bfloat16
-_ACTIVE = "_groupwise_computing"
 #: Heads whose model passed the check of its logit transform, with the checked scale and softcap.
 _checked: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictionary()
 
@@ -93,14 +91,23 @@ def forward_logprobs(
         output, aux_loss = call_model(model, inputs, with_aux_loss, router_weight_S)
         logps, entropy = logps_from_logits(output.logits, targets_BK, temperature, with_entropy, kept)
         return logps, entropy, aux_loss
-    positions_K = inputs.get("logits_to_keep")
-    if isinstance(positions_K, torch.Tensor):
+    to_keep = inputs.get("logits_to_keep")
+    positions_K = to_keep if isinstance(to_keep, torch.Tensor) else None  # of the one row, with repetitions
+    if positions_K is not None:
         # The head selects. The backward of the model's own indexing sums the gradients of a repeated position
         # (a shared prompt's last token) in the order in which threads of a CPU reach them.
         inputs = {**inputs, "logits_to_keep": 0}  # all S positions, without a copy
-    else:
-        positions_K = None
-    compute = logprob_computation(targets_BK, temperature, with_entropy, kept, positions_K=positions_K)
+
+    def compute(hidden_BKH: torch.Tensor, weights: HeadWeights) -> Outputs:
+        if positions_K is not None:
+            # (1, S, H) to (1, K, H); the backward of an embedding sums in a fixed order.
+            hidden_BKH = F.embedding(positions_K, hidden_BKH[0]).unsqueeze(0)
+        given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
+        assert given == wanted, f"the head received positions {given} for targets {wanted}"
+        rows = hidden_BKH.flatten(0, -2), weights, targets_BK.flatten(), temperature
+        logps_N, entropy_N = chunked_head(*rows, with_entropy=with_entropy, kept=kept)
+        return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
+
     options: Any = {"with_aux_loss": with_aux_loss, "router_weight_S": router_weight_S}
     outputs, aux_loss = forward_at_head(model, inputs, head, compute, **options)
     return cast(torch.Tensor, outputs[0]), outputs[1], aux_loss
@@ -115,19 +122,71 @@ def forward_at_head(
     with_aux_loss: bool = False,
     router_weight_S: torch.Tensor | None = None,
 ) -> tuple[Outputs, torch.Tensor | None]:
-    """Run one forward pass in which the head runs ``compute`` on the hidden states of the kept positions.
+    """Run one forward pass in which the head runs ``compute`` instead of projecting to logits.
+
+    Weight and bias are read from the module at its call, since sharding frameworks replace them, and the
+    active adapters of the head are added to them in the graph, so that they get their gradients.
 
     Args:
-        compute: function of the hidden states (B, K, H) and the head's weights.
+        compute: function of the hidden states (B, K, H) of every position that the model passes to its head,
+            and of the head's weights.
 
     Returns:
-        outputs of ``compute``, differentiable, and the balancing loss, router sums or None.
+        outputs of ``compute``, bitwise, with their gradients routed through the output of the model: wrappers
+        register hooks on it (FSDP its backward). And the balancing loss, router sums or None.
+
+    Raises:
+        ConfigError: the model's transform of its logits differs from ``HeadWeights``, so that log-probs would
+            not be the model's. The first pass of a model compares it, which waits for the device.
     """
     inner = unwrapped(model)
-    described = head_weights(inner, fp32=head.fp32, with_adapter=False)  # added once, in the forward
-    with compute_at_head(inner, described, compute) as captured:
+    module, captured = output_head(inner), list[tuple[HeadWeights, Outputs]]()
+
+    @torch.compiler.disable  # writes to `captured`, so a compiled model calls it eagerly
+    def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
+        weights = head_weights(inner, head.fp32)
+        outputs = compute(hidden_BKH, weights)
+        captured.append((weights, outputs))
+        return _carrier(outputs, hidden_BKH.shape[:-1])
+
+    name = forward_attribute(module)
+    before = vars(module).get(name)  # an instance's own, such as accelerate's; None: that of the class
+    vars(module)[name] = forward
+    try:
         output, aux_loss = call_model(model, inputs, with_aux_loss, router_weight_S)
-    return captured.read(output.logits), aux_loss
+    finally:
+        del vars(module)[name]
+        if before is not None:
+            vars(module)[name] = before
+    assert captured, "the model's forward did not call its head"
+    weights, outputs = captured[-1]
+    _check_transform(module, weights, output.logits)
+    # Columns of exact zeros: adding them changes no value and ties the graph to the model's output.
+    columns = iter(output.logits.unbind(-1))
+    routed = (None if each is None else _routed(each, next(columns), weights.scale) for each in outputs)
+    return tuple(routed), aux_loss
+
+
+def _routed(value: torch.Tensor, column_BK: torch.Tensor, scale: float) -> torch.Tensor:
+    carried_BK = column_BK.to(value.dtype) / scale
+    return value.detach() + (carried_BK if value.dim() else carried_BK.flatten()[0])
+
+
+def _check_transform(module: nn.Module, weights: HeadWeights, model_logits: torch.Tensor) -> None:
+    described = (weights.scale, weights.softcap)
+    if not model_logits.numel() or _checked.get(module) == described:
+        return
+    *zeros, probe = model_logits.detach()[0, 0].tolist()
+    expected = weights.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
+    rounding = 16 * torch.finfo(model_logits.dtype).eps
+    if any(zeros) or abs(probe - expected) > rounding * abs(expected):
+        raise ConfigError(
+            f"the model's forward turns a head output of {_PROBE} into {probe:.6g} and "
+            f"0 into {zeros[0]:.6g}, while the head is described by scale={weights.scale}, "
+            f"softcap={weights.softcap} ({expected:.6g} and 0): log-probs would not be the model's; "
+            f"set logit_scale (or logits_scaling) and final_logit_softcapping of its config accordingly."
+        )
+    _checked[module] = described
 
 
 def call_model(
@@ -154,129 +213,6 @@ def call_model(
     with replayed, balanced:
         output = model(**given)
     return output, getattr(output, "aux_loss", None) if with_aux_loss else None
-
-
-@dataclass
-class HeadOutputs:
-    """Results of a computation at the head; ``outputs`` is set once the model has run."""
-
-    head: HeadWeights
-    module: nn.Module
-    outputs: Outputs | None = None
-
-    def read(self, model_logits: torch.Tensor) -> Outputs:
-        """Return the outputs with their gradients routed through the output of the model.
-
-        The loss must depend on the model's output, because wrappers register hooks on it (FSDP its backward).
-        The values are bitwise those computed at the head. The first call for a model compares its transform
-        of the logits with ``head``, which waits for the device; later calls skip the check.
-
-        Args:
-            model_logits: ``outputs.logits`` of the forward pass that ran inside the context.
-
-        Raises:
-            ConfigError: the model's transform of its logits differs from ``HeadWeights``, so that log-probs
-                would not be the model's.
-        """
-        assert self.outputs is not None, "the model's forward did not run inside compute_at_head"
-        self._check_transform(model_logits)
-        # Columns of exact zeros: adding them changes no value and ties the graph to the model's output.
-        columns = iter(model_logits.unbind(-1))
-        return tuple(None if value is None else self._routed(value, next(columns)) for value in self.outputs)
-
-    def _routed(self, value: torch.Tensor, column_BK: torch.Tensor) -> torch.Tensor:
-        carried_BK = column_BK.to(value.dtype) / self.head.scale
-        return value.detach() + (carried_BK if value.dim() else carried_BK.flatten()[0])
-
-    def _check_transform(self, model_logits: torch.Tensor) -> None:
-        described = (self.head.scale, self.head.softcap)
-        if not model_logits.numel() or _checked.get(self.module) == described:
-            return
-        *zeros, probe = model_logits.detach()[0, 0].tolist()
-        expected = self.head.shape_logits(torch.tensor(_PROBE, dtype=torch.float64)).item()
-        rounding = 16 * torch.finfo(model_logits.dtype).eps
-        if any(zeros) or abs(probe - expected) > rounding * abs(expected):
-            raise ConfigError(
-                f"the model's forward turns a head output of {_PROBE} into {probe:.6g} and "
-                f"0 into {zeros[0]:.6g}, while the head is described by scale={self.head.scale}, "
-                f"softcap={self.head.softcap} ({expected:.6g} and 0): log-probs would not be the model's; "
-                f"set logit_scale (or logits_scaling) and final_logit_softcapping of its config accordingly."
-            )
-        _checked[self.module] = described
-
-
-@contextmanager
-def compute_at_head(
-    model: PreTrainedModel, head: HeadWeights, compute: HeadComputation
-) -> Iterator[HeadOutputs]:
-    """Context manager in which the model's head runs ``compute`` instead of projecting to logits.
-
-    Weight and bias are read from the module at the call, since sharding frameworks replace them, and the
-    active adapters of the head are added to them in the graph, so that they get their gradients; ``head``
-    sets the scale, the softcap and the precision. After several forward passes inside one block, the outputs
-    are those of the last pass.
-
-    Args:
-        model: the transformers or PEFT model below its wrappers; call the wrapper (DDP, FSDP, an engine)
-            inside.
-        compute: function of the hidden states (B, K, H) of every position that the model passes to its head.
-
-    Raises:
-        RuntimeError: the context is already active for this model.
-    """
-    module = output_head(model)
-    if _ACTIVE in vars(module):
-        raise RuntimeError("compute_at_head is already active on this model; leave that block first")
-    captured = HeadOutputs(head, module)
-
-    @torch.compiler.disable  # writes to `captured`, so a compiled model calls it eagerly
-    def forward(hidden_BKH: torch.Tensor) -> torch.Tensor:
-        weight_VH, bias_V = parameters_of(module)
-        live = replace(head, weight_VH=weight_VH, bias_V=bias_V)
-        captured.outputs = compute(hidden_BKH, live)
-        return _carrier(captured.outputs, hidden_BKH.shape[:-1])
-
-    name = forward_attribute(module)
-    before = vars(module).get(name)  # an instance's own, such as accelerate's; None: that of the class
-    vars(module).update({_ACTIVE: True, name: forward})
-    try:
-        yield captured
-    finally:
-        del vars(module)[_ACTIVE], vars(module)[name]
-        if before is not None:
-            vars(module)[name] = before
-
-
-def logprob_computation(
-    targets_BK: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = True,
-    kept: SamplingMask | None = None,
-    *,
-    positions_K: torch.Tensor | None = None,
-) -> HeadComputation:
-    """Return the computation of log-probs of ``targets_BK`` (and entropies), for :func:`compute_at_head`.
-
-    Args:
-        targets_BK: token ids in [0, V). ``targets_BK[:, k]`` follows the kept position k: for the last T
-            tokens of a sequence the model is called with ``logits_to_keep=T + 1``, and the last column is a
-            dummy.
-        kept: one entry per target in row-major order; None: all tokens.
-        positions_K: positions of the one row to compute at, repeated where targets share one; None: all that
-            the head receives.
-    """
-
-    def compute(hidden_BKH: torch.Tensor, live: HeadWeights) -> Outputs:
-        if positions_K is not None:
-            # (1, S, H) to (1, K, H); the backward of an embedding sums in a fixed order.
-            hidden_BKH = F.embedding(positions_K, hidden_BKH[0]).unsqueeze(0)
-        given, wanted = tuple(hidden_BKH.shape[:-1]), tuple(targets_BK.shape)
-        assert given == wanted, f"the head received positions {given} for targets {wanted}"
-        rows = hidden_BKH.flatten(0, -2), live, targets_BK.flatten(), temperature
-        logps_N, entropy_N = chunked_head(*rows, with_entropy=with_entropy, kept=kept)
-        return logps_N.view(wanted), None if entropy_N is None else entropy_N.view(wanted)
-
-    return compute
 
 
 def _carrier(outputs: Outputs, shape: torch.Size) -> torch.Tensor:

@@ -128,11 +128,8 @@ def check_head(model: PreTrainedModel) -> None:
     )
 
 
-def head_weights(model: PreTrainedModel, fp32: bool = False, *, with_adapter: bool = True) -> HeadWeights:
-    """Read a causal language model's head: its live parameters, scale and softcap.
-
-    Args:
-        with_adapter: add what an adapter adds to the parameters, a new tensor. Otherwise the caller does.
+def head_weights(model: PreTrainedModel, fp32: bool = False) -> HeadWeights:
+    """Read a causal language model's head: its live parameters with those of an adapter, scale and softcap.
 
     Raises:
         ConfigError: the model has no head, or an adapter changes it in another way.
@@ -140,9 +137,7 @@ def head_weights(model: PreTrainedModel, fp32: bool = False, *, with_adapter: bo
     check_head(model)
     head = output_head(model)
     config = model.config.get_text_config(decoder=True)
-    plain = getattr(head, "token_adapter", head)
-    plain = getattr(plain, "base_layer", plain)
-    weight_VH, bias_V = parameters_of(head if with_adapter else plain)
+    weight_VH, bias_V = parameters_of(head)
     return HeadWeights(
         weight_VH=weight_VH,
         bias_V=bias_V,
