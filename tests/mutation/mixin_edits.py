@@ -66,7 +66,7 @@ MIXINS = [
     ),
     *edits_of(
         "policy/layouts/packed.py",
-        ("counts += [len(rows)] * len(prompt)", "counts += [1] * len(prompt)", EXPERTS),
+        ("counts += [rows] * length", "counts += [1] * length", EXPERTS),
     ),
     *edits_of(
         "policy/layouts/forked.py",

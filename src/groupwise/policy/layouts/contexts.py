@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.policy.layouts.packed import Branch, PackedSequences, packed_on_device
+from groupwise.policy.layouts.packed import PackedSequences, Packing
 from groupwise.records import ImageInputs, LogprobOutput, TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
 
@@ -121,15 +121,9 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
         for row in zip(ids.tolist(), mask.tolist(), strict=True)
     ]
     prompts, completions = batch.prompt_mask_BL.sum(-1).tolist(), batch.completion_mask_BT.sum(-1).tolist()
-    width, max_prompt, max_completion = (
-        ids.shape[1],
-        batch.prompt_ids_BL.shape[1],
-        batch.completion_ids_BT.shape[1],
-    )
-    source: list[int] = []
-    positions: list[int] = []
-    counts: list[int] = []  # rows that contain the token
-    branches: list[Branch] = []
+    max_prompt, max_completion = batch.prompt_ids_BL.shape[1], batch.completion_ids_BT.shape[1]
+    width = max_prompt + max_completion
+    packing = Packing()
     paths: dict[int, list[int]] = {}  # by row, the packed index of each of its tokens
     # Rows that begin alike are neighbours in the order of their tokens; and their common beginning so far.
     pending: list[tuple[list[int], list[int]]] = [(sorted(range(len(rows)), key=rows.__getitem__), [])]
@@ -138,25 +132,18 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
         first, last = rows[group[0]], rows[group[-1]]
         limit = min(len(rows[row]) for row in group)
         end = next((i for i in range(len(path), limit) if first[i] != last[i]), limit)
-        own = range(len(source), len(source) + end - len(path))  # what follows the known beginning
         begin = group[0] * width + max_prompt - prompts[group[0]]  # of the row in the padded batch
-        source += range(begin + len(path), begin + end)
-        positions += range(len(path), end)
-        counts += [len(group)] * len(own)
-        if own:  # queries of their own, keys of all tokens before them on the path
-            branches.append((path, own))
+        # What follows the known beginning.
+        own = packing.add(begin + len(path), end - len(path), path, rows=len(group))
         path = [*path, *own]
         paths.update({row: path for row in group if len(rows[row]) == end})
         # Rows that end here are complete; the others go on, one branch for each next token.
         longer = [row for row in group if len(rows[row]) > end]
         pending += [([*rest], path) for _, rest in groupby(longer, key=lambda row: rows[row][end])]
-    logit_index: list[int] = []
-    output_index: list[int] = []
     for row, length in enumerate(completions):  # a token is predicted at the one before it on its path
-        logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
-        output_index += range(row * max_completion, row * max_completion + length)
-    lists = (source, positions, counts, logit_index, output_index, [0, len(source)])
-    return packed_on_device(batch, lists, branches, completions, varlen=varlen)
+        packing.logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
+        packing.output_index += range(row * max_completion, row * max_completion + length)
+    return packing.on_device(batch, completions, varlen=varlen)
 
 
 def _prompts(

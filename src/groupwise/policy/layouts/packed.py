@@ -181,6 +181,74 @@ class PackedSequences:
         return self.token_ids_1S.numel()
 
 
+@dataclass
+class Packing:
+    """Lists of a packing on the host, while tokens are added to it.
+
+    source: index of each token in the flattened (B, L + T).
+    positions, counts: position of each token, and number of rows that contain it.
+    branches: rows of attention; every token belongs to the second part of exactly one.
+    logit_index, output_index: see :class:`PackedSequences`; row after row.
+    """
+
+    source: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    logit_index: list[int] = field(default_factory=list)
+    output_index: list[int] = field(default_factory=list)
+
+    def add(self, begin: int, length: int, path: Sequence[int] = (), rows: int = 1) -> range:
+        """Add tokens of the batch from index ``begin`` on; returns their packed indices.
+
+        Args:
+            path: packed indices of all tokens before them, which they attend to.
+            rows: number of rows that contain them.
+        """
+        own = range(len(self.source), len(self.source) + length)
+        self.source += range(begin, begin + length)
+        self.positions += range(len(path), len(path) + length)
+        self.counts += [rows] * length
+        if own:
+            self.branches.append((path, own))
+        return own
+
+    def on_device(self, batch: TokenBatch, completions: list[int], *, varlen: bool) -> PackedSequences:
+        """Copy the packing to the device of ``batch``, in one transfer.
+
+        Args:
+            completions: tokens of each row's completion.
+            varlen: compute attention in half precision with a varlen kernel.
+        """
+        ends = [0, *(own.stop for path, own in self.branches if not path)]  # of sequences
+        order, padded = _block_indices(self.branches, len(self.source))
+        lists = (self.source, self.positions, self.counts, self.logit_index, self.output_index, ends, order)
+        source_S, position_S, rows_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = (
+            _on_device([*map(torch.LongTensor, lists), *padded], batch.prompt_ids_BL.device)
+        )
+        # Positions of queries and keys are read on the device.
+        blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
+        in_one_call = None
+        if varlen:  # CPUs and float32 have no such kernel, and do not import its attention
+            from groupwise.policy.layouts.varlen import varlen_rows
+
+            in_one_call = varlen_rows(self.branches, position_S.device)
+        tokens, kept = batch.sequences()[0].flatten(), batch.sampling_mask  # (B · (L + T),), by row
+        return PackedSequences(
+            token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
+            position_ids_1S=position_S.unsqueeze(0),
+            logit_index_N=logit_index_N,
+            target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
+            output_index_N=output_index_N,
+            attention=PackedAttention(blocks, order_S, in_one_call),
+            cu_seqlens=cu_seqlens.int(),
+            max_seqlen=max(end - start for start, end in pairwise(ends)),
+            rows_S=rows_S,
+            source_S=source_S,
+            kept=None if kept is None else join_sampling_masks(kept, completions),
+        )
+
+
 def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> PackedSequences:
     """Pack the sequences of ``batch`` into one row.
 
@@ -191,84 +259,22 @@ def pack_sequences(batch: TokenBatch, *, shared: bool, varlen: bool = False) -> 
         shared: include the prompt of consecutive rows with the same prompt only once.
         varlen: compute attention in half precision with a varlen kernel.
     """
-    shape = shape_of(batch)
+    shape, packing = shape_of(batch), Packing()
     max_completion, max_prompt = batch.completion_ids_BT.shape[1], batch.prompt_ids_BL.shape[1]
-    source: list[int] = []  # indices into the flattened padded (B, L + T)
-    positions: list[int] = []
-    counts: list[int] = []  # rows that contain the token
-    logit_index: list[int] = []
-    output_index: list[int] = []
-    sequences: list[range] = []
-    branches: list[Branch] = []
     for rows in shape.groups(shared=shared):
-        prompt = range(len(source), len(source) + shape.prompts[rows[0]])  # in the packed sequence
-        # End of the prompt in the padded row: padding is on its left.
-        end = rows[0] * (max_prompt + max_completion) + max_prompt
-        source += range(end - len(prompt), end)
-        positions += range(len(prompt))
-        counts += [len(rows)] * len(prompt)
+        length, is_shared = shape.prompts[rows[0]], len(rows) > 1
+        # Padding is on the left of prompts and on the right of completions: a sequence is one range.
+        begin = rows[0] * (max_prompt + max_completion) + max_prompt - length
+        own = packing.add(begin, length + (0 if is_shared else shape.completions[rows[0]]), rows=len(rows))
+        prompt = own[:length]
         for row in rows:
-            completion = range(len(source), len(source) + shape.completions[row])
             begin = row * (max_prompt + max_completion) + max_prompt
-            source += range(begin, begin + len(completion))
-            # Each completion continues at the prompt's end.
-            positions += range(len(prompt), len(prompt) + len(completion))
-            counts += [1] * len(completion)
+            # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
+            completion = packing.add(begin, shape.completions[row], prompt) if is_shared else own[length:]
             if completion:
-                logit_index += [prompt.stop - 1, *completion[:-1]]  # the prompt predicts the first token
-                output_index += range(row * max_completion, row * max_completion + len(completion))
-                if len(rows) > 1:
-                    branches.append((prompt, completion))
-        # A shared prompt attends to itself alone; a group of one row is an ordinary sequence.
-        sequences.append(prompt if len(rows) > 1 else range(prompt.start, len(source)))
-    branches += ((range(0), own) for own in sequences)
-    ends = [0, *(rows.stop for rows in sequences)]
-    lists = (source, positions, counts, logit_index, output_index, ends)
-    return packed_on_device(batch, lists, branches, shape.completions, varlen=varlen)
-
-
-def packed_on_device(
-    batch: TokenBatch,
-    lists: Sequence[list[int]],
-    branches: Sequence[Branch],
-    completions: list[int],
-    *,
-    varlen: bool,
-) -> PackedSequences:
-    """Copy a packing to the device of ``batch``, in one transfer.
-
-    Args:
-        lists: S indices into the flattened (B, L + T) of the tokens, S positions, S numbers of rows, N
-            indices of logits, N indices into (B, T) row after row, and the ends of the sequences.
-        branches: rows of attention; every token belongs to the second part of exactly one.
-        completions: tokens of each row's completion.
-        varlen: compute attention in half precision with a varlen kernel.
-    """
-    order, padded = _block_indices(branches, len(lists[0]))
-    source_S, position_S, rows_S, logit_index_N, output_index_N, cu_seqlens, order_S, *indices = _on_device(
-        [*map(torch.LongTensor, (*lists, order)), *padded], batch.prompt_ids_BL.device
-    )
-    # Positions of queries and keys are read on the device.
-    blocks = [_block(*pair, position_S) for pair in zip(indices[::2], indices[1::2], strict=True)]
-    in_one_call = None
-    if varlen:  # CPUs and float32 have no such kernel, and do not import its attention
-        from groupwise.policy.layouts.varlen import varlen_rows
-
-        in_one_call = varlen_rows(branches, position_S.device)
-    tokens, kept = batch.sequences()[0].flatten(), batch.sampling_mask  # (B · (L + T),), by row
-    return PackedSequences(
-        token_ids_1S=tokens[source_S].unsqueeze(0),  # (1, S)
-        position_ids_1S=position_S.unsqueeze(0),
-        logit_index_N=logit_index_N,
-        target_N=batch.completion_ids_BT.flatten()[output_index_N],  # (N,)
-        output_index_N=output_index_N,
-        attention=PackedAttention(blocks, order_S, in_one_call),
-        cu_seqlens=cu_seqlens.int(),
-        max_seqlen=max(end - start for start, end in pairwise(lists[-1])),
-        rows_S=rows_S,
-        source_S=source_S,
-        kept=None if kept is None else join_sampling_masks(kept, completions),
-    )
+                packing.logit_index += [prompt[-1], *completion[:-1]]  # the prompt predicts the first token
+                packing.output_index += range(row * max_completion, row * max_completion + len(completion))
+    return packing.on_device(batch, shape.completions, varlen=varlen)
 
 
 def _on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
