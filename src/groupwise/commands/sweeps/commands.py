@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from groupwise.errors import ConfigError, GroupwiseError, warn_once
+from groupwise.errors import ConfigError, GroupwiseError, log_boundary
 from groupwise.files import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 
 _LOCK, _FOLDER = "_sweep.lock", "_commands"
-_SUFFIXES = (".json", ".taken", ".answer", ".tmp")  # of the files of a command
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def sweep_lock(directory: Path) -> Iterator[None]:
     try:
         with FileLock(directory / _LOCK, timeout=0):
             for left in directory.glob(f"{_FOLDER}/*"):  # of a sweep that was killed, and sent since
-                if left.suffix in _SUFFIXES and not left.is_dir():
+                if not left.is_dir():
                     left.unlink(missing_ok=True)
             yield
     except Timeout:
@@ -42,26 +40,21 @@ def sweep_lock(directory: Path) -> Iterator[None]:
 
 
 def answer_commands(directory: Path, execute: Callable[[dict[str, Any]], str]) -> None:
-    """Execute the commands that have arrived, and write the answer of each, or its error, beside it.
+    """Execute the commands that have arrived; the answer of each, or its error, takes the place of its file.
 
-    A command is renamed first, so that none is executed twice. No command ends the runs.
+    No command ends the runs.
     """
     for path in sorted(directory.glob(f"{_FOLDER}/*.json")):  # in the order in which they were sent
-        taken = path.with_suffix(".taken")
         try:
-            os.replace(path, taken)
+            answer = {"accepted": True, "text": execute(read_json(path, {}))}
+        except Exception as error:
+            kind = "" if isinstance(error, GroupwiseError) else f"{type(error).__name__}: "
+            answer = {"accepted": False, "text": f"{kind}{error}"}
+        with log_boundary(logger, f"the answer to {path}"):
             try:
-                answer = {"accepted": True, "text": execute(read_json(taken, {}))}
-            except GroupwiseError as error:
-                answer = {"accepted": False, "text": str(error)}
-            except Exception as error:
-                answer = {"accepted": False, "text": f"{type(error).__name__}: {error}"}
-            _write(path.with_suffix(".answer"), answer)
-        except OSError as error:
-            warn_once(logger, "command %s was not answered: %s", path, error)
-        finally:
-            with suppress(OSError):
-                taken.unlink()
+                _write(path.with_suffix(".answer"), answer)
+            finally:
+                path.unlink()
 
 
 def send_command(directory: Path, command: dict[str, Any], poll_seconds: float = 0.2) -> str:
@@ -78,8 +71,7 @@ def send_command(directory: Path, command: dict[str, Any], poll_seconds: float =
     _write(path, command)
     answer = path.with_suffix(".answer")
     while not answer.exists():
-        # In the order of their life: a file that appears meanwhile is a later one.
-        is_known = path.exists() or path.with_suffix(".taken").exists() or answer.exists()
+        is_known = path.exists() or answer.exists()  # in the order of their life
         if not (is_known and _is_running(directory)) and not answer.exists():
             path.unlink(missing_ok=True)
             raise ConfigError(f"the sweep in {str(directory)!r} ended before it answered the command")
