@@ -232,15 +232,13 @@ class _RecordedSampler(GenerationBackend):
 class RecordedSteps(GRPOTrainer):
     """Trainer whose generations come from a recording: it tokenizes, samples and rewards nothing.
 
-    recording: rollouts of the run.
-    only_step: step whose window is taken as it was recorded, whatever step the trainer is at; None: windows
-        are made from generations again.
+    recording: rollouts of the run. Windows are made from generations again; those of a bundle, which has
+        none, are taken as they were recorded.
     untrusted: log-probs of the run's sampler may be placeholders.
     num_generations: generation batches of the present step.
     """
 
     recording: Recording
-    only_step: int | None = None
     untrusted: bool = False
     num_generations: int = 0
 
@@ -251,14 +249,14 @@ class RecordedSteps(GRPOTrainer):
         return self.untrusted
 
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
-        rank = self.args.process_index
-        if self.only_step is not None:
-            window = self.recording.step(self.only_step, rank).window
+        step, rank = self.state.global_step + 1, self.args.process_index
+        if self.recording.is_bundle:
+            window = self.recording.step(step, rank).window
             names = [item.name for item in fields(Experience)]
             made = [Experience(**{name: getattr(batch, name) for name in names}) for batch in window]
             return [batch.to(self.accelerator.device) for batch in made]
         # A window may span several generations: their number counts within the step.
-        generation = self.recording.generation(self.state.global_step + 1, self.num_generations, rank)
+        generation = self.recording.generation(step, self.num_generations, rank)
         self.num_generations += 1
         self.call_callbacks("on_generation_end", rollouts=generation.rollouts, rewards=generation.rewards)
         _restore_generators(generation.rng)
@@ -283,12 +281,17 @@ class _FollowRecord(TrainerCallback):
     def __init__(self, trainer: RecordedSteps, last: int) -> None:
         self.trainer, self.last = trainer, last
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.trainer.recording.is_bundle:  # it has one step, and the model the weights before it
+            state.global_step = self.last - 1
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer.num_generations = 0
-        step = self.trainer.only_step or state.global_step + 1
-        recording = self.trainer.recording
+        step, recording = state.global_step + 1, self.trainer.recording
         self.learning_rates: list[float] = []
         if step not in recording.steps:  # it failed after its generation
             return
@@ -400,8 +403,6 @@ def replay(
         _check_run(header)
         step = recording.last_step if step is None else step
         recording.check_step(step)
-        # A bundle has one step, which is the first one of the replay; the model has the weights before it.
-        number = 1 if recording.is_bundle else step
         checkpoint = None if recording.is_bundle else _checkpoint_before(recording, step)
         if model is None:
             model = _model_of(recording, step, checkpoint)
@@ -409,10 +410,10 @@ def replay(
         if processing_class is None and has_tokenizer:
             processing_class = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         trainer = _build(
-            *(recording, step, directory, model, processing_class, trainer_class),
+            *(recording, directory, model, processing_class, trainer_class),
             trust_remote_code=trust_remote_code,
         )
-        trainer.add_callback(_FollowRecord(trainer, number))
+        trainer.add_callback(_FollowRecord(trainer, step))
         with _threads(header):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         made = Recording(Path(directory, FOLDER))
@@ -421,20 +422,14 @@ def replay(
         return Replay(
             start=str(checkpoint or (model if isinstance(model, str) else type(model).__name__)),
             last_step=step,
-            steps=_compare_steps(recording, made, rank, budget),
+            steps=[
+                compare(recording.step(number, rank), made.step(number, rank), budget)
+                for number in recording.steps
+                if number in made.steps
+            ],
             weights=None if recording.is_bundle else _compare_weights(recording, step, trainer, directory),
             trainer=trainer,
         )
-
-
-def _compare_steps(recording: Recording, made: Recording, rank: int, budget: float) -> list[StepComparison]:
-    """Compare the replayed steps that have a record; a bundle has one, the first step of its replay."""
-    replayed = {number: 1 if recording.is_bundle else number for number in recording.steps}
-    return [
-        compare(recording.step(number, rank), made.step(found, rank), budget)
-        for number, found in replayed.items()
-        if found in made.steps
-    ]
 
 
 def _check_run(header: Mapping[str, Any]) -> None:
@@ -483,7 +478,6 @@ def _model_of(recording: Recording, step: int, checkpoint: Path | None) -> str:
 
 def _build(
     recording: Recording,
-    step: int,
     directory: str,
     model: Any,
     processing_class: Any,
@@ -500,7 +494,6 @@ def _build(
     truncation_unknown = bool(known) and recording.step(known[0]).truncation_unknown
     attributes = {
         "recording": recording,
-        "only_step": step if recording.is_bundle else None,
         "untrusted": header["rollout_func"] and not header["settings"].get("use_vllm"),
     }
     kind: Any = type(f"Recorded{trainer_class.__name__}", (RecordedSteps, trainer_class), attributes)
