@@ -46,13 +46,13 @@ T = TypeVar("T")
 FOLDER, HEADER, FORMAT = "rollouts", "run.json", 1
 #: ``step-000012.rank0.pt.gz``, ``generation-000012.0.rank0.pt.gz``: the optimizer step, counted from 1.
 _FILE = re.compile(r"(step|generation)-(\d+)(?:\.(\d+))?\.rank(\d+)\.pt(\.gz)?")
-#: Keys of ``run.json`` that a replay reads, and the types of their values. Early files have no ``sharded``.
+#: Keys of ``run.json`` that a replay reads, and the types of their values.
 _KEYS: dict[str, Any] = {
     **dict.fromkeys(("settings", "versions", "device"), dict),
     **dict.fromkeys(("format", "world_size", "max_steps"), int),
     **dict.fromkeys(("model", "dtype", "attention"), str | None),
     **{"adapter": dict | None, "trainer": list, "reward_funcs": list, "num_prompts": int | None},
-    **{"sharded": bool | None, "rollout_func": bool},
+    **{"sharded": bool, "rollout_func": bool},
 }
 #: Packages whose versions decide if a step can be repeated bit by bit.
 _PACKAGES = ("groupwise", "torch", "transformers", "accelerate", "peft")

@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer
 from groupwise.commands.replay.bundle import LIMIT, is_replayed, open_recording, write_bundle
-from groupwise.commands.replay.replay import replay, replay_config
+from groupwise.commands.replay.replay import _adapter_config, replay, replay_config
 from groupwise.records.serialization import host_copy, load
 from groupwise.reporting.rollout_files import FOLDER, Recording, file_name
 
@@ -573,6 +573,12 @@ def test_fields_of_an_adapter_that_may_load_code_are_refused(given, sound, tiny,
     with pytest.raises(ConfigError, match=rf"adapter sets .*{next(iter(given))}.*, which may load code"):
         replay(bundle, model=tiny())
     assert replay(sound, model=tiny()).steps
+
+
+def test_numbers_of_an_adapter_are_taken_under_any_name():
+    given = {"peft_type": "BOFT", "boft_n_butterfly_factor": 2, "target_modules": ["q_proj"]}
+    config = _adapter_config({**given, "auto_mapping": {}, "inference_mode": True})
+    assert (config.boft_n_butterfly_factor, config.inference_mode) == (2, False)
 
 
 def test_settings_of_a_bundle_load_no_code(tmp_path):

@@ -40,23 +40,6 @@ _NOT_REPLAYED = (
 )
 #: Settings with one of these beginnings that the loss depends on.
 _OF_THE_LOSS = ("vllm_importance_sampling", "rollout_func_importance")
-#: Fields of an adapter's configuration that a replay takes: numbers and names of modules. Others name code
-#: to import (``megatron_core``), tokenizers that may have code (``tokenizer_kwargs``) or files.
-ADAPTER_FIELDS = frozenset(
-    {
-        *("peft_type", "task_type", "r", "target_modules", "exclude_modules", "target_parameters"),
-        *("modules_to_save", "bias", "fan_in_fan_out", "lora_alpha", "lora_dropout", "lora_bias"),
-        *("use_rslora", "use_dora", "init_lora_weights", "layers_to_transform", "layers_pattern"),
-        *("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices"),
-        *("ensure_weight_tying", "use_qalora", "qalora_group_size", "target_r", "init_r", "tinit"),
-        *("tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step", "vera_dropout"),
-        *("projection_prng_key", "save_projection", "d_initial", "oft_block_size", "block_size"),
-        *("module_dropout", "coft", "eps", "block_share", "init_weights", "feedforward_modules"),
-        *("init_ia3_weights", "rank_dropout", "decompose_both", "decompose_factor", "alpha"),
-        *("num_virtual_tokens", "num_layers", "token_dim", "num_attention_heads"),
-        *("encoder_hidden_size"),
-    }
-)
 #: Fields of an adapter's configuration that have paths of this machine, or texts.
 _OF_THE_MACHINE = ("base_model_name_or_path", "revision", "auto_mapping")
 _INHERITED = {item.name for item in fields(TrainingArguments)}

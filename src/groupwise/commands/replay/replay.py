@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from groupwise.agents.start import EnvironmentRows
-from groupwise.commands.replay.bundle import ADAPTER_FIELDS, is_replayed, open_recording
+from groupwise.commands.replay.bundle import is_replayed, open_recording
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_source import PromptSource
 from groupwise.distributed import RankSlice
@@ -39,6 +39,15 @@ from groupwise.trainer import GRPOTrainer
 
 #: Attention of torch and of installed packages; any other name is code from the Hub.
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+#: Fields of an adapter's configuration that a replay takes beside numbers: names of methods and of modules.
+#: Others name files, code to import (``megatron_core``), or tokenizers that may have code.
+_ADAPTER_NAMES = (
+    *("peft_type", "task_type", "bias", "init_lora_weights", "init_weights", "target_modules"),
+    *("exclude_modules", "target_parameters", "modules_to_save", "feedforward_modules"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "layer_replication"),
+    "trainable_token_indices",
+)
 
 #: Largest difference from the record where bits may differ, relative to 1 or to the value if that is larger.
 #: In bfloat16 twice the largest one (0.12, of a log-prob) between the AVX-512 and AVX2 kernels of a CPU.
@@ -434,7 +443,7 @@ def replay(
 
 def _check_run(header: Mapping[str, Any]) -> None:
     """Refuse runs whose steps a replay would compute differently."""
-    if header.get("sharded"):
+    if header["sharded"]:
         raise ConfigError(
             "the run was trained with FSDP or DeepSpeed, whose steps cannot be replayed; its generations and "
             "steps are in the files"
@@ -455,9 +464,8 @@ def _check_run(header: Mapping[str, Any]) -> None:
 
 def _checkpoint_before(recording: Recording, step: int) -> Path | None:
     """Return the newest complete checkpoint from before ``step``."""
-    found = run_directory.checkpoints(recording.folder.parent)
-    usable = [n for n, path in found.items() if n < step and checkpointing.is_complete(path)]
-    return found[max(usable)] if usable else None
+    found = run_directory.checkpoints(recording.folder.parent).items()  # the newest first
+    return next((path for n, path in found if n < step and checkpointing.is_complete(path)), None)
 
 
 def _model_of(recording: Recording, step: int, checkpoint: Path | None) -> str:
@@ -526,10 +534,12 @@ def _adapter_config(values: Mapping[str, Any] | None) -> Any:
     from peft import get_peft_config
 
     runtime = {"auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+    given = {name: value for name, value in values.items() if name not in runtime}
+    taken = {name: v for name, v in given.items() if name in _ADAPTER_NAMES or isinstance(v, int | float)}
     with boundary(ConfigError, "the adapter's configuration of the recording"):
-        config = get_peft_config({name: values[name] for name in ADAPTER_FIELDS & values.keys()})
+        config = get_peft_config(taken)
     default = config.to_dict()
-    others = sorted(values.keys() - ADAPTER_FIELDS - runtime)
+    others = sorted(given.keys() - taken.keys())
     if changed := [name for name in others if values[name] != default.get(name)]:
         raise ConfigError(
             f"the recording's adapter sets {', '.join(changed)}, which may load code or files; a replay "
