@@ -30,8 +30,7 @@ Fetch = Callable[[bool, dict[str, Any]], Iterable[tuple[str, str, list[list[Repo
 class _Own:
     """Digests of one of the trainer's tensors.
 
-    by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it,
-        if there may be one.
+    by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +53,6 @@ class WeightCheck:
         num_syncs: number of compared syncs.
         base: digest of the weights below an adapter.
         own: digests of the tensors of this sync; empty if it is not to be compared.
-        wider: names of tensors that an engine holds in a wider dtype than its own, by its last reports.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class WeightCheck:
         self.compare_others = compare_others
         self.done, self.num_syncs, self.base = False, 0, ""
         self.own: dict[str, _Own] = {}
-        self.wider: set[str] = set()
 
     @property
     def needs_base(self) -> bool:
@@ -89,8 +86,7 @@ class WeightCheck:
         self.own = {}  # of this pass: a source may begin another one for its metadata, before it reads this
         if self.mode == "off" or (self.mode == "first" and self.done):
             return iter(weights)
-        wider = self.wider if scales is None and self.done else None  # None: not known
-        return self._record(weights, self.own, scales or {}, wider)
+        return self._record(weights, self.own, scales or {})
 
     @torch.no_grad()
     def _record(
@@ -98,16 +94,14 @@ class WeightCheck:
         weights: Iterable[tuple[str, torch.Tensor]],
         found: dict[str, _Own],
         scales: Mapping[str, float],
-        wider: set[str] | None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name in found:
                 raise BackendError(f"the policy has two tensors named {name}; an engine would load only one")
-            may_be_wider = wider is None or name in wider
-            found[name] = self._digests(tensor.detach(), scales.get(name, 1.0), may_be_wider)
+            found[name] = self._digests(tensor.detach(), scales.get(name, 1.0))
             yield name, tensor
 
-    def _digests(self, tensor: torch.Tensor, scale: float, may_be_wider: bool) -> _Own:
+    def _digests(self, tensor: torch.Tensor, scale: float) -> _Own:
         by_dtype: dict[str, torch.Tensor] = {}
         for dtype in self.dtypes:
             value = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -115,7 +109,7 @@ class WeightCheck:
             by_dtype[dtype] = tensor_digest(value)
             if value.dtype.itemsize >= tensor.dtype.itemsize and scale == 1:
                 by_dtype[""] = by_dtype[dtype]  # not rounded
-        if "" not in by_dtype and may_be_wider:
+        if "" not in by_dtype:
             by_dtype[""] = tensor_digest(tensor if scale == 1 else tensor * scale)
         return _Own(tuple(tensor.shape), tensor.numel(), by_dtype)
 
@@ -133,7 +127,6 @@ class WeightCheck:
         """
         if not self.own:
             return None
-        wider: set[str] = set()
         shapes = {name: list(own.shape) for name, own in self.own.items()}
         for engine, dtype, of_workers in self.fetch(adapter, {"shapes": shapes}):
             failures = [BackendError(f"{engine} has no adapter")]
@@ -145,15 +138,13 @@ class WeightCheck:
                     failures.append(failure)
             else:
                 raise failures[:2][-1]  # of the latest adapter
-            for report in reports:
-                wider |= {name for name, (_, _, held) in report["tensors"].items() if held != dtype}
             if self.compare_others is not None:
                 self.compare_others(engine, reports)
         digest = hashlib.blake2b(self.base.encode(), digest_size=8)
         values = torch.stack([own.by_dtype[self.dtypes[0]] for own in self.own.values()]).tolist()
         for name, value in sorted(zip(self.own, values, strict=True)):
             digest.update(f"{name} {value} ".encode())
-        self.num_syncs, self.wider, self.own = self.num_syncs + 1, wider, {}
+        self.num_syncs, self.own = self.num_syncs + 1, {}
         return digest.hexdigest()
 
     def compare_base(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -201,9 +192,7 @@ def _problem(name: str, own: _Own, dtype: str, reports: Sequence[Report]) -> str
     copies, rest = divmod(sum(count for _, count, _ in found), own.numel)
     if rest or not copies:
         return "was loaded in part"
-    digest = own.by_dtype.get(dtype if held == expected else "")
-    if digest is None:
-        return f"is held in {found[0][2]}, and was held in {dtype} before"
+    digest = own.by_dtype[dtype if held == expected else ""]
     if (sum(part for part, _, _ in found) - copies * digest.item()) % _MODULUS:
         return "has other values"
     return ""
