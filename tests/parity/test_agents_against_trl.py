@@ -110,7 +110,8 @@ def test_messages_of_turns(family: str) -> None:
     schemas = [get_json_schema(multiply)]
     messages = [{"role": "user", "content": "3 x 4?"}]
     prompt = text.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, return_dict=False)
-    parse = TurnParser(text, text.chat_template)
+    ends = text.convert_tokens_to_ids(["<|im_end|>", "<|call|>", "<|return|>", "<turn|>", "<|tool_response>"])
+    parse = TurnParser(text, text.chat_template, ends)
     for turn in TURNS[family]:
         ids = text(turn, add_special_tokens=False)["input_ids"]
         theirs = parse_response(known, ids, prefix=prompt, tools=[multiply])

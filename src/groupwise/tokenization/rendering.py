@@ -58,7 +58,7 @@ class Renderer:
         self.tools_variable, self.turn_kwargs = select_turn_template(
             self._render, chat_template, with_tools=with_tools
         )
-        self.parser = TurnParser(tokenizer, cast(str, chat_template), with_tools=with_tools)
+        self.parser = TurnParser(tokenizer, cast(str, chat_template), end_tokens, with_tools=with_tools)
 
     def render_prompt(self, messages: list[Message], schemas: Sequence[ToolSchema]) -> list[int]:
         """Tokenize a conversation with the model's own template, ending where the policy's turn begins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,12 +42,6 @@ class ParsedTurn:
 
 
 # The policy writes these texts: every pattern below takes time linear in their length.
-
-#: Tokens that end a turn in the formats below.
-_END_TOKENS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>", "<|end|>"),
-    *("<turn|>", "<|tool_response>", "<|observation|>", "<|user|>"),
-)
 
 _FUNCTION = re.compile(r"([^>\n]{1,200})>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,200})>")
@@ -295,6 +289,7 @@ class TurnParser:
         tokenizer: its ``parse_response`` is used if it has a ``response_template`` (``response_schema`` in
             older versions of transformers).
         chat_template: source of the template of the prompts; selects one of :data:`TOOL_CALL_FORMATS`.
+        end_tokens: token ids that end a turn.
         with_tools: prompts contain tool schemas. Without, turns in an unknown format are plain text.
 
     Raises:
@@ -302,9 +297,14 @@ class TurnParser:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template: str, *, with_tools: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str,
+        end_tokens: Collection[int] = (),
+        *,
+        with_tools: bool = True,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.response_attribute = response_attribute(tokenizer)
         self.match = next(
             (match for marker, match in TOOL_CALL_FORMATS.items() if marker in chat_template), None
@@ -362,10 +362,10 @@ class TurnParser:
     def _parse_format(
         self, context_ids: Sequence[int], token_ids: Sequence[int], schemas: Sequence[ToolSchema]
     ) -> ParsedTurn:
-        # Special tokens are kept, because they may delimit tool calls; only those that end the turn are
+        # Special tokens are kept, because they may delimit tool calls; only the one that ended the turn is
         # removed.
-        text = _without_end(cast(str, self.tokenizer.decode(list(token_ids))))
-        text = text.removesuffix(cast(str, self.tokenizer.eos_token or ""))
+        has_end = len(token_ids) > 0 and token_ids[-1] in self.end_tokens
+        text = cast(str, self.tokenizer.decode(list(token_ids[:-1] if has_end else token_ids)))
         if self.match is None:
             return self._text_turn(token_ids, [])
         thoughts, rest = self._split_thoughts(context_ids, text)
@@ -392,19 +392,6 @@ class TurnParser:
         """Return a turn whose text is its content: without calls, or with malformed ones."""
         content = cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return ParsedTurn(_message(content, [], {}), calls)
-
-
-def _without_end(text: str) -> str:
-    """Remove the tokens that end a turn, and the whitespace after each, from the end of a text."""
-    end = len(text)
-    while True:
-        stripped = end
-        while stripped > 0 and text[stripped - 1].isspace():
-            stripped -= 1
-        token = next((token for token in _END_TOKENS if text.endswith(token, 0, stripped)), None)
-        if token is None:
-            return text[:end]
-        end = stripped - len(token)
 
 
 def _message(content: str, calls: list[ToolCall], parsed: Mapping[str, Any]) -> Message:
