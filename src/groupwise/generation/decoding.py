@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
@@ -240,9 +239,6 @@ class DecodingRows:
         parameters = inspect.signature(model.forward).parameters.values()
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.supports_packing = not sliding and takes_kwargs and install_attention_hook(model)
-        prepare = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        # Versions without this argument derive the number of new tokens from the cache position.
-        self.step_kwargs = {"next_sequence_length": 1} if "next_sequence_length" in prepare else {}
         self.kwargs = model_kwargs
         self.logits_RV: torch.Tensor
         self._update(outputs)
@@ -271,7 +267,8 @@ class DecodingRows:
 
     def forward(self) -> dict[str, Any]:
         """Compute the logits after the last token; returns the inputs of the model."""
-        inputs = self.model.prepare_inputs_for_generation(self.tokens_RS, **self.step_kwargs, **self.kwargs)
+        prepare = self.model.prepare_inputs_for_generation
+        inputs = prepare(self.tokens_RS, next_sequence_length=1, **self.kwargs)
         if inputs.get(self.cache_name) is None:
             raise WrongLogpsError(
                 f"it drops its cache at {self.tokens_RS.shape[1]} tokens, where the log-probs of all tokens "
