@@ -160,7 +160,10 @@ class MultiTurnRollouts:
         generation_kwargs, send = generation_kwargs or {}, None
         if step in self.ahead:
             send = partial(self._send, backend, generation_kwargs, step)
-            rollouts = self._begin_batch(rows, backend, step, seeds, send).rollouts
+            batch = self._begin_batch(rows, backend, step, seeds, send)
+            if error := batch.stop():
+                raise error
+            rollouts = batch.rollouts
             del self.ahead[step]
         else:
             rollouts = self._make_rollouts(enumerate(rows), self.loop.begin_batch(rows), backend)
@@ -197,7 +200,7 @@ class MultiTurnRollouts:
             seeds: of the rows, B; turns are sampled with seeds that follow from them.
         """
         send = partial(self._send, backend, generation_kwargs, step)
-        batch = self._begin_batch(rows, backend, step, seeds, send, stop=False)
+        batch = self._begin_batch(rows, backend, step, seeds, send)
         if batch.thread is None:
             advance = partial(self._continue, batch.rollouts, send, batch.leave)
             batch.thread = start_thread(advance, "groupwise-turns")
@@ -209,21 +212,14 @@ class MultiTurnRollouts:
         step: int,
         seeds: Sequence[int] | None,
         send: Callable[[Sequence[Rollout]], None],
-        *,
-        stop: bool = True,
     ) -> BatchAhead:
         """Run each rollout of a batch up to the request of its first turn and send it, unless that was done.
 
         A restored batch, or one whose rows have changed, begins again in the random state of its beginning.
-
-        Args:
-            stop: end the thread of a batch that was begun, and raise its error.
         """
         present = get_state()
         batch = self.ahead.get(step) or BatchAhead(present)
         if batch.rollouts and prompts_equal([rollout.row for rollout in batch.rollouts], rows):
-            if stop and (error := batch.stop()):
-                raise error
             return batch
         self._close(batch)
         set_state(batch.state)
@@ -231,10 +227,10 @@ class MultiTurnRollouts:
         for rollout in rollouts:
             rollout.seed = None if seeds is None else seeds[0]
         begun = self.ahead[step] = BatchAhead(batch.state, rollouts)
-        waiting: list[Rollout] = []
-        ready = self._advance([(rollout, None) for rollout in rollouts], waiting, MIN_WAIT)
-        while waiting:  # slow ones too: reset draws from the random stream of the run, not beside the update
-            ready += self._advance((), waiting, MIN_WAIT)
+        ready = self._advance(rollouts, [(rollout, None) for rollout in rollouts], MIN_WAIT)
+        # Slow ones too: reset draws from the random stream of the run, not beside the update.
+        while any(rollout.futures for rollout in rollouts):
+            ready += self._advance(rollouts, (), MIN_WAIT)
         if batch.state is not present:
             set_state(present)
         send(sorted(ready, key=lambda rollout: rollout.index))
@@ -295,20 +291,17 @@ class MultiTurnRollouts:
         Raises:
             AgentError: a rollout failed, and ``max_retries`` is None.
         """
-        waiting: list[Rollout] = []
         try:
             if send is not None:
                 self._continue(rollouts, send)
             begun = [rollout for rollout in rollouts if rollout.request is not None]  # ahead
-            waiting += [rollout for rollout in rollouts if rollout.calls]  # likewise
-            self._start(waiting)
-            others = [each for each in rollouts if each not in (*begun, *waiting)]  # begun now, or ended
-            ready = begun + self._advance([(rollout, None) for rollout in others], waiting, MIN_WAIT)
+            others = [(each, None) for each in rollouts if each not in begun and not each.calls]
+            ready = begun + self._advance(rollouts, others, MIN_WAIT)  # others begin now, or have ended
             while self.any_rank(bool(ready)):
                 started = time.monotonic()
                 values = zip(ready, sample(ready), strict=True)
                 # A rollout that misses a batch costs one more generate call: waiting that long costs no more.
-                ready = self._advance(values, waiting, max(MIN_WAIT, time.monotonic() - started))
+                ready = self._advance(rollouts, values, max(MIN_WAIT, time.monotonic() - started))
         finally:
             self._end(rollouts)
 
@@ -329,11 +322,8 @@ class MultiTurnRollouts:
                 of the trainer, in which calls have the ``idle_limit`` of their executor.
         """
         while True:
-            finished = [each for each in rollouts if each.futures and all(f.done() for f in each.futures)]
             continued = []
-            for rollout in finished:
-                value: object = rollout.futures
-                rollout.futures = []
+            for rollout, value in _finished(rollouts):
                 if rollout.request is not None:
                     (turn,) = cast("list[Future[Completion]]", value)
                     if turn.exception() is not None:
@@ -380,44 +370,33 @@ class MultiTurnRollouts:
             rollout.futures = [future]
 
     def _advance(
-        self,
-        values: Iterable[tuple[Rollout, object]],
-        waiting: list[Rollout],
-        patience: float,
+        self, rollouts: Sequence[Rollout], values: Iterable[tuple[Rollout, object]], patience: float
     ) -> list[Rollout]:
         """Continue rollouts until they request a turn.
 
         Args:
+            rollouts: those of a batch; calls of some may be in progress.
             values: rollouts to continue, and the values that they wait for.
-            waiting: rollouts whose calls are in progress; changed in place.
             patience: seconds after which the rollouts that are ready no longer wait for others.
 
         Returns:
-            Rollouts that request a turn; empty only if no rollout is waiting.
+            Rollouts that request a turn; empty only if no call is in progress.
         """
         end = time.monotonic() + patience
         ready: list[Rollout] = []
         while True:
-            calling = []
             for rollout, value in values:
                 rollout.calls = self._resume(rollout, value)
                 if rollout.request is not None:
                     ready.append(rollout)
-                elif rollout.calls:
-                    calling.append(rollout)
-            self._start(calling)
-            waiting += calling
-            futures = [future for rollout in waiting for future in rollout.futures]
+            self._start([rollout for rollout in rollouts if rollout.calls])
+            futures = [future for rollout in rollouts for future in rollout.futures]
             wait(futures, timeout=max(end - time.monotonic(), 0.0))
-            finished = [rollout for rollout in waiting if all(f.done() for f in rollout.futures)]
-            if not finished:
-                if ready or not waiting:
+            values = _finished(rollouts)
+            if not values:
+                if ready or not futures:
                     return ready
                 self.loop.executor.wait_for_next(futures)
-            waiting[:] = [rollout for rollout in waiting if rollout not in finished]
-            values = [(rollout, rollout.futures) for rollout in finished]
-            for rollout in finished:
-                rollout.futures = []
 
     def _resume(self, rollout: Rollout, value: object) -> Calls:
         """Continue a rollout with the value that it waits for; return the calls that it waits for next.
@@ -623,6 +602,15 @@ class MultiTurnRollouts:
             metrics=metrics,
             images=self._images(rollouts),
         )
+
+
+def _finished(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, object]]:
+    """Return the rollouts whose calls or turn are done, and their futures, for which they no longer wait."""
+    done = [each for each in rollouts if each.futures and all(future.done() for future in each.futures)]
+    finished: list[tuple[Rollout, object]] = [(each, each.futures) for each in done]
+    for each in done:
+        each.futures = []
+    return finished
 
 
 def _may_overlap(rollout: Rollout) -> bool:
