@@ -44,7 +44,6 @@ def test_a_template_that_rewrites_the_last_turn_is_replaced_for_later_turns_only
 GENERATION_PROMPTS = {
     "SmolLM3": "<|im_start|>assistant\n",
     "Qwen": "<|im_start|>assistant\n",
-    "Llama 3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "GPT-OSS": "<|start|>assistant",
 }
 
@@ -52,8 +51,10 @@ GENERATION_PROMPTS = {
 @pytest.mark.parametrize("family", TEMPLATE_FAMILIES, ids=lambda family: family.name)
 def test_replacements_are_prefix_preserving(family):
     tokenizer = byte_tokenizer(family.replacement)
-    call = look_call_message()
-    messages = [USER, call, *RESULT, call, *RESULT, {"role": "assistant", "content": "A cat."}, USER]
+    call, answer = look_call_message(), {"role": "assistant", "content": "A cat."}
+    messages = [USER, call, *RESULT, call, *RESULT, answer, USER]
+    if family.name == "GPT-OSS":  # without tools
+        messages = [USER, answer, USER, answer, USER]
     texts = [tokenizer.apply_chat_template(messages[:n], tokenize=False) for n in range(1, len(messages) + 1)]
     assert all(text.startswith(shorter) for shorter, text in pairwise(texts))
     for text, message in zip(texts, messages, strict=True):

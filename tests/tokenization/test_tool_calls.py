@@ -320,4 +320,4 @@ def test_parsing_takes_time_linear_in_the_text(function, text, expected):
     ],
 )
 def test_parameters_of_a_call(body, values):
-    assert list(tool_calls._parameters(body)) == values
+    assert tool_calls._parameter_tags(f"look>{body}") == [("look", dict(values))]

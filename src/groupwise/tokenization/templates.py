@@ -87,36 +87,11 @@ _QWEN_RESULT = """\
 
 _SMOLLM3_RESULT = "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}"
 
-_LLAMA = """\
-{%- for message in messages %}
-{%- set role = 'ipython' if message.role == 'tool' else message.role %}
-{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
-{%- if message.tool_calls %}
-{%- set call = message.tool_calls[0].function %}
-{{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
-{%- elif message.role == 'tool' %}
-{{- message.content | tojson }}
-{%- else %}
-{{- message.content | trim }}
-{%- endif %}
-{{- '<|eot_id|>' }}
-{%- endfor %}
-{{- generation_prompt if add_generation_prompt }}"""
-
+# Of chats alone: with tools, the model's own template is usable.
 _HARMONY = """\
 {%- for message in messages %}
-{%- if message.role == 'tool' %}
-{{- '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary<|message|>' }}
-{{- message.content | tojson + '<|end|>' }}
-{%- elif message.tool_calls %}
-{%- set call = message.tool_calls[0].function %}
-{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
-{{- call.arguments | tojson + '<|call|>' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
-{%- else %}
-{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
-{%- endif %}
+{{- '<|start|>' + message.role + ('<|channel|>final' if message.role == 'assistant' else '') }}
+{{- '<|message|>' + message.content + '<|end|>' }}
 {%- endfor %}
 {{- generation_prompt if add_generation_prompt }}"""
 
@@ -125,7 +100,6 @@ TEMPLATE_FAMILIES = (
         "SmolLM3", ("<|im_start|>", "xml_tools"), _CHATML.replace("RESULT", _SMOLLM3_RESULT), "xml_tools"
     ),
     TemplateFamily("Qwen", ("<|im_start|>", "<tool_call>"), _CHATML.replace("RESULT", _QWEN_RESULT)),
-    TemplateFamily("Llama 3", ("<|start_header_id|>", "ipython"), _LLAMA),
     TemplateFamily("GPT-OSS", ("<|start|>", "<|channel|>"), _HARMONY),
 )
 

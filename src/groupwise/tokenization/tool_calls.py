@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -91,9 +91,20 @@ _match_objects = _blocks("<tool_call>", "</tool_call>", lambda block: [(None, bl
 
 
 def _parameter_tags(block: str) -> list[_Call]:
-    """Parse ``name><parameter=key>value</parameter>...`` (Qwen3.5 and later)."""
+    """Parse ``name><parameter=key>value</parameter>...`` (Qwen3.5 and later).
+
+    A value is without a line break at either end.
+    """
     name = _FUNCTION.match(block)
-    return [] if name is None else [(name[1], dict(_parameters(block[name.end() :])))]
+    if name is None:
+        return []
+    values: dict[str, str] = {}
+    end = name.end()
+    while end >= 0 and (opening := _PARAMETER.search(block, end)) is not None:
+        end = block.find("</parameter>", opening.end())
+        if end >= 0:
+            values[opening[1]] = block[opening.end() : end].removeprefix("\n").removesuffix("\n")
+    return [(name[1], values)]
 
 
 def _match_functions(text: str) -> tuple[str, list[_Call]]:
@@ -156,7 +167,7 @@ def _python_calls(block: str) -> list[_Call]:
         position = name.end()
         while (key := _KEYWORD.match(block, position)) is not None:
             end = _end_of_value(block, key.end())
-            values[key[1]] = _python_value(block[key.end() : end])
+            values[key[1]] = _literal(block[key.end() : end].strip())
             position = end
         if not block.startswith(")", position):
             calls.append((name[1], block[name.end() :]))  # not JSON: an error
@@ -187,16 +198,13 @@ def _end_of_value(body: str, start: int) -> int:
     return len(body)
 
 
-def _python_value(text: str) -> object:
-    """Convert the text of a value: a quoted string as it is, JSON or a Python literal, or else a string."""
-    text = text.strip()
+def _literal(text: str) -> object:
+    """Parse JSON or a Python literal, constants also as TRUE or False; the text if it is neither.
+
+    A text between quotes is taken as it is, without escapes.
+    """
     if len(text) >= 2 and text[0] in "'\"" and text[-1] == text[0]:
         return text[1:-1]
-    return _literal(text)
-
-
-def _literal(text: str) -> object:
-    """Parse JSON or a Python literal, constants also as TRUE or False; the text if it is neither."""
     for word in (text, text.lower()):
         if word in _CONSTANTS:
             return _CONSTANTS[word]
@@ -237,16 +245,6 @@ def _types(schema: object, definitions: Mapping[str, Any]) -> set[str]:
     choices = (referred, *schema.get("anyOf", ()), *schema.get("oneOf", ()))
     nullable = {"null"} if schema.get("nullable") else set()  # how transformers describes Optional
     return own.union(nullable, *(_types(each, definitions) for each in choices))
-
-
-def _parameters(body: str) -> Iterator[tuple[str, str]]:
-    """Yield names and values of ``<parameter=name>value</parameter>``, without a line break at either end."""
-    position = 0
-    while (opening := _PARAMETER.search(body, position)) is not None:
-        position = body.find("</parameter>", opening.end())
-        if position < 0:
-            return
-        yield opening[1], body[opening.end() : position].removeprefix("\n").removesuffix("\n")
 
 
 #: Tool-call format by a string that chat templates with this format contain; the first match is used.
