@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from groupwise.records import Completion
 from groupwise.records.rollout import Span
@@ -28,15 +29,11 @@ class Trajectory:
         max_new_tokens: limit of the completion, tool results included; after a fork, of what follows the
             prompt in the present history.
         context_length: limit of prompt and completion; None: unlimited.
-        loss_mask: 1 for sampled tokens, 0 for others.
-        logps: sampler log-probs; NaN for tokens that were not sampled or have none.
-        versions: optimizer step of the weights that sampled each token; other tokens repeat the one before.
-        sampling_mask: token sets that truncated sampling kept; the whole vocabulary for tokens without a set.
-        weight_digests: digests of the weights that sampled each turn, without those that are not known.
+        parts: number of tokens of each part of ``token_ids``, and the turn whose beginning they are; None for
+            tokens of tools, environments or the chat template.
         truncated: a limit ended the rollout.
         num_forks: number of times that the history was rewritten.
         contexts: index of the first token after each fork, and the history that it follows.
-        turns: spans of the turns in ``token_ids``, one for each call of :meth:`append_sampled`.
         prompt_tokens: tokens of the present history that do not count as completion.
     """
 
@@ -44,19 +41,11 @@ class Trajectory:
     max_new_tokens: int
     context_length: int | None = None
     token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sampling_mask: list[SamplingMask] = field(default_factory=list)  # parts of the completion, in order
-    weight_digests: list[str] = field(default_factory=list)
+    parts: list[tuple[int, Completion | None]] = field(default_factory=list)
     truncated: bool = False
     num_forks: int = 0
     contexts: list[tuple[int, list[int]]] = field(default_factory=list)
-    turns: list[Span] = field(default_factory=list)
     prompt_tokens: int = 0
-    has_logps: bool = False
-    has_versions: bool = False
-    has_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.prompt_ids)
@@ -78,15 +67,17 @@ class Trajectory:
             remaining if self.context_length is None else min(remaining, self.context_length - len(history))
         )
 
+    @property
+    def turns(self) -> tuple[Span, ...]:
+        """Spans of the turns in ``token_ids``, one for each call of :meth:`append_sampled`."""
+        spans = pairwise(accumulate((count for count, _ in self.parts), initial=0))
+        return tuple(span for span, (_, sample) in zip(spans, self.parts, strict=True) if sample is not None)
+
     def append_sampled(self, completion: Completion) -> list[int]:
         """Append a turn of the policy, truncated to ``remaining_tokens``; return its tokens."""
         tokens = completion.token_ids[: self.remaining_tokens]
-        self.has_logps |= completion.logps is not None
-        self.has_versions |= completion.versions is not None
-        self.has_sampling_mask |= completion.sampling_mask is not None
-        self._append(tokens, 1, completion.logps, completion.versions, completion.sampling_mask)
-        self.turns.append((len(self.token_ids) - len(tokens), len(self.token_ids)))
-        self.weight_digests += completion.weight_digest.split("+") if completion.weight_digest else []
+        self.token_ids += tokens
+        self.parts.append((len(tokens), completion))
         self.truncated = completion.truncated or len(tokens) < len(completion.token_ids)
         return tokens
 
@@ -100,23 +91,9 @@ class Trajectory:
         if len(tokens) >= self.remaining_tokens:
             self.truncated = True
             return False
-        self._append(tokens, 0, None, self.versions[-1:] * len(tokens), None)
-        return True
-
-    def _append(
-        self,
-        tokens: Sequence[int],
-        mask: int,
-        logps: list[float] | None,
-        versions: list[int] | None,
-        kept: SamplingMask | None,
-    ) -> None:
-        count = len(tokens)
         self.token_ids += tokens
-        self.loss_mask += [mask] * count
-        self.logps += (logps or [math.nan] * count)[:count]
-        self.versions += (versions or [0] * count)[:count]
-        self.sampling_mask.append(SamplingMask.whole_vocabulary(count) if kept is None else kept.first(count))
+        self.parts.append((len(tokens), None))
+        return True
 
     def continue_from(self, context_ids: Sequence[int]) -> bool:
         """Append or fork so that the next turn continues ``context_ids``.
@@ -142,17 +119,33 @@ class Trajectory:
         return True
 
     def completion(self) -> Completion:
-        """Return the completion as a record."""
+        """Return the completion as a record.
+
+        Tokens that were not sampled have NaN as log-prob, the version of those before them, and the whole
+        vocabulary as sampling mask.
+        """
+        logps: list[float] = []
+        versions: list[int] = []
+        masks: list[SamplingMask] = []
+        for count, sample in self.parts:
+            known = Completion([]) if sample is None else sample
+            logps += (known.logps or [math.nan] * count)[:count]
+            versions += (known.versions or (versions[-1:] or [0]) * count)[:count]
+            kept = known.sampling_mask
+            masks.append(SamplingMask.whole_vocabulary(count) if kept is None else kept.first(count))
+        samples = [sample for _, sample in self.parts if sample is not None]
+        digests = [each for sample in samples for each in (sample.weight_digest or "").split("+") if each]
+        has_masks = any(sample.sampling_mask is not None for sample in samples)
         contexts = tuple(context for context in self.contexts if context[0] < len(self.token_ids))
         return Completion(
             token_ids=self.token_ids,
-            logps=self.logps if self.has_logps else None,
-            loss_mask=self.loss_mask,
+            logps=logps if any(sample.logps is not None for sample in samples) else None,
+            loss_mask=[int(sample is not None) for count, sample in self.parts for _ in range(count)],
             truncated=self.truncated,
-            versions=self.versions if self.has_versions else None,
-            weight_digest="+".join(dict.fromkeys(self.weight_digests)) or None,
-            sampling_mask=SamplingMask.concatenate(self.sampling_mask) if self.has_sampling_mask else None,
+            versions=versions if any(sample.versions is not None for sample in samples) else None,
+            weight_digest="+".join(dict.fromkeys(digests)) or None,
+            sampling_mask=SamplingMask.concatenate(masks) if has_masks else None,
             contexts=contexts,
             last_row=(contexts[-1][0], len(self.token_ids)) if contexts else None,
-            turns=tuple(self.turns),
+            turns=self.turns,
         )
