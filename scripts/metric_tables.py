@@ -1,8 +1,8 @@
-"""Tables of the page of metrics, from ``src/groupwise/commands/report/metrics.yaml``."""
+"""Tables of the page of metrics, from ``src/groupwise/reporting/metrics.yaml``."""
 
 from __future__ import annotations
 
-from groupwise.commands.report.documented import documented_metrics
+from groupwise.reporting.documented import documented_metrics
 
 
 def metric_tables() -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from support.serialization import reloaded
 
 import groupwise
-from groupwise.commands.report.documented import documented_metrics
 from groupwise.core.metrics import Mean, Sum
+from groupwise.reporting.documented import documented_metrics
 from groupwise.reporting.metrics import MetricBuffer
 
 

@@ -41,23 +41,11 @@ BY = "\0"
 #: Metrics that are summed over the whole run instead of since the last log.
 RUNNING_TOTALS = frozenset({"num_tokens"})
 
-#: Names that the trainer, ``Trainer`` and evaluations log.
-_TRAINER_METRICS = re.compile(
-    r"loss|grad_norm|learning_rate|epoch|step|total_flos|num_input_tokens_seen|model_preparation_time"
-    r"|train_loss|(train_)?(runtime|samples_per_second|steps_per_second)"
-    r"|reward|reward/(turn_[1-8]|later_turns)|reward_std|frac_reward_zero_std|rewards/.+/(mean|std|steps|errors)"
+#: Names that ``Trainer`` and evaluations log beside the documented metrics.
+_UNDOCUMENTED = re.compile(
+    r"step|total_flos|num_input_tokens_seen|model_preparation_time|train_loss"
+    r"|(train_)?(runtime|samples_per_second|steps_per_second)"
     r"|(rewards/.+/)?(pass|maj|avg)@\d+(_gain)?(_ci95|_low|_high)?"
-    r"|completions/(mean|min|max)_(terminated_)?length|completions/clipped_ratio|num_tokens"
-    r"|time/(generate|reward|reward/.+|sync|logprobs|train|idle)|memory/(generate|reward|sync|logprobs|train)|step_time|tokens_per_second|mfu"
-    r"|entropy|entropy_coef|kl|policy_loss|aux_loss|cispo_clip_ratio|vespo/phi_seq_mean"
-    r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)"
-    r"|sampling/(logprob_mismatch|(sampling_logp_difference|truncated_mass|importance_sampling_ratio)/.+)"
-    r"|tools/(call|failure|fork)_frequency|rollouts/(retry_frequency|dropped_share|dropped_groups)"
-    r"|rollouts/(rows|computed_share)"
-    r"|dynamic_sampling/(rounds|unfilled_share|discarded_share)"
-    r"|prompts/(skipped_share|never_sampled|solve_rate)"
-    r"|routing/(differing_share|differing_tokens|replayed_share)"
-    r"|skipped_share|padding_share|layout_fell_back|staleness(/max)?"
 )
 
 #: Reductions of ``record_metric``.
@@ -183,7 +171,9 @@ def first_values(values: Iterable[str], known: Sequence[str] = (), most: int = 3
 
 def taken_metric(name: str) -> str:
     """Return why a metric of user code cannot have the name: it would be mixed with the trainer's."""
-    if not _TRAINER_METRICS.fullmatch(name):
+    from groupwise.reporting.documented import documentation_of  # reads YAML, for metrics of user code alone
+
+    if not _UNDOCUMENTED.fullmatch(name) and documentation_of(name) is None:
         return ""
     return (
         f"the trainer logs {name!r} itself; choose another name; those that begin with 'custom/' are never "

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from groupwise.commands.cli.findings import Finding, ok, warn
-from groupwise.commands.report.documented import documentation_of, plain_text
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.policy.recomputation import free_memory
+from groupwise.reporting.documented import documentation_of, plain_text
 from groupwise.trainer import GRPOTrainer
 
 

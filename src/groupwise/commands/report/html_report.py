@@ -20,10 +20,10 @@ from statistics import fmean
 from string import Template
 from typing import Any
 
-from groupwise.commands.report.documented import documentation_of, plain_text
 from groupwise.commands.report.run_files import RunFiles, SavedCompletion, read_run
 from groupwise.errors import ConfigError
 from groupwise.files import replace_file
+from groupwise.reporting.documented import documentation_of, plain_text
 from groupwise.reporting.model_card import public_name
 
 _PAGE = Path(__file__).with_name("page")

@@ -45,12 +45,16 @@ def documented_metrics() -> dict[str, dict[str, Metric]]:
 
 def documentation_of(name: str) -> Metric | None:
     """Return the documentation of a logged metric, with the range only where it is about ``name``."""
-    for metrics in documented_metrics().values():
-        for documented, metric in metrics.items():
-            if re.fullmatch(_pattern(documented), name):
-                applies = name.endswith(metric.range_of)
-                return metric if applies else Metric(metric.meaning)
+    for pattern, metric in _patterns():
+        if pattern.fullmatch(name):
+            return metric if name.endswith(metric.range_of) else Metric(metric.meaning)
     return None
+
+
+@functools.cache
+def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
+    found = [entry for metrics in documented_metrics().values() for entry in metrics.items()]
+    return [(re.compile(_pattern(name)), metric) for name, metric in found]
 
 
 def plain_text(markdown: str) -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 
-from groupwise.commands.report.documented import documentation_of, documented_metrics
+from groupwise.reporting.documented import documentation_of, documented_metrics
 
 
 def test_every_range_is_that_of_its_text():
