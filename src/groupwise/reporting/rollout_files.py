@@ -274,7 +274,7 @@ def _plain(value: Any) -> Any:
 
 def header(trainer: Any) -> dict[str, Any]:
     """Return settings that differ from their defaults, versions and names of a run, without credentials."""
-    args, model = trainer.args, trainer.model
+    args, model, data = trainer.args, trainer.model, trainer.train_dataset
     settings = {}
     for item in fields(args):
         value = getattr(args, item.name)
@@ -296,20 +296,13 @@ def header(trainer: Any) -> dict[str, Any]:
         "rollout_func": trainer.rollout_func is not None,
         "world_size": args.world_size,
         "max_steps": trainer.state.max_steps,
-        "num_prompts": _length(trainer.train_dataset),
+        "num_prompts": len(data) if hasattr(data, "__len__") else None,  # None: a stream
     }
 
 
 def _plain_adapter(config: Any) -> dict[str, Any]:
     values = {name: sorted(v) if isinstance(v, set) else v for name, v in config.to_dict().items()}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:  # a stream
-        return None
 
 
 def versions() -> dict[str, str]:
