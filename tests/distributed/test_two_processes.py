@@ -13,7 +13,15 @@ import pytest
 import torch
 from filelock import FileLock
 from support.runs import with_all_rows
-from support.workers.distributed_worker import OBJECTIVES, UPDATES, evaluate, policy, sampled_run, update
+from support.workers.distributed_worker import (
+    OBJECTIVES,
+    UPDATES,
+    evaluate,
+    logs_by_source,
+    policy,
+    sampled_run,
+    update,
+)
 from support.workers.launch import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -105,6 +113,19 @@ def test_two_processes_step_in_a_window_without_gradient_as_if_they_had_computed
 ) -> None:
     # The optimizer steps: Adam's momentum and the weight decay of the third step.
     _assert_close(updates["skip_zero_advantage=True"], updates["skip_zero_advantage=False"])
+
+
+@pytest.mark.slow
+def test_metrics_by_source_are_those_of_one_process(updates: Any, tmp_path: Path) -> None:
+    logs, sources = logs_by_source(tmp_path, micro_batches=4)
+    found = updates["by source"]
+    for generation, (first, second) in enumerate(zip(*found["sources"], strict=True)):
+        assert first + second == sources[generation] and set(first) != set(second)
+    names = {f"{name}/{source}" for name in ("reward", "entropy") for source in ("odd", "even")}
+    assert names <= logs[0].keys() & logs[2].keys() and logs[0]["entropy/odd"] != logs[0]["entropy/even"]
+    for one, two in zip(logs[:3], found["logs"][:3], strict=True):
+        own = {name: value for name, value in one.items() if name.endswith(("/odd", "/even"))}
+        assert {name: two.get(name) for name in own} == pytest.approx(own)
 
 
 def test_iterations_on_two_processes_have_one_policy_and_one_reward_model(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -39,6 +40,7 @@ from transformers import (
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.errors import ConfigError, RewardError
+from groupwise.records import RewardBatch, RolloutBatch
 from groupwise.rewards import ProcessRewardModel, get_distillation_reward
 from groupwise.trainer import GRPOTrainer
 from support.architectures import LINEAR, SIZES
@@ -60,6 +62,15 @@ class EqualLengths(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logprob_computer.layout, self.logprob_computer.checked = "equal_length", True
+
+
+class NotesSources(GRPOTrainer):
+    """Keeps the sources of this process's rows of each generation."""
+
+    def compute_rewards(self, rollouts: RolloutBatch) -> RewardBatch:
+        sources = [row["source"] for row in rollouts.rows]
+        self.noted_sources = [*getattr(self, "noted_sources", []), sources]
+        return super().compute_rewards(rollouts)
 
 
 # Two processes with 6 rows each, groups of 4: the second group has rows on both.
@@ -337,6 +348,20 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
     return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
 
 
+def logs_by_source(output_dir: str | Path, micro_batches: int) -> Any:
+    """Logs of three steps on a mixture, and the sources of this process's rows of each generation."""
+    return update(
+        output_dir,
+        rows=6,
+        micro_batches=micro_batches,
+        kind=NotesSources,
+        mixed=True,
+        dataset_weights={"odd": 1, "even": 1},
+        seed=19,
+        read_weights=lambda trainer: (trainer.state.log_history, trainer.noted_sources),
+    )
+
+
 def _by_prompt(texts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
     """As many vowels as the number of the prompt says, and one more in the second completion of a group."""
     prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
@@ -456,6 +481,8 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
                 reward=vowels_at_first(),
                 **EMPTY_WINDOWS,
             )
+        logs, sources = logs_by_source(output_dir / "run", micro_batches=2)
+        results["by source"] = {"logs": logs, "sources": gather_object([sources])}
         if torch.distributed.get_rank() == 0:
             torch.save(results, output_dir / "updates.pt")
     elif mode == "train":
