@@ -159,7 +159,7 @@ class TransformersBackend(GenerationBackend):
             except Exception as error:
                 if not isinstance(error, WrongLogpsError) and not self._may_be_of_its_way(error):
                     raise
-                self._leave_way(error, padded=self._are_padded(prompts))
+                self._leave_way(error)
             if state is not None and self.generator is not None:  # as if the other way had never been taken
                 self.generator.set_state(state)
 
@@ -183,11 +183,8 @@ class TransformersBackend(GenerationBackend):
         loop = "transformers" if self.stock_decoding else "own loop"
         return f"{loop}, rows of equal length" if self.by_length else loop
 
-    def _leave_way(self, error: Exception, *, padded: bool) -> None:
+    def _leave_way(self, error: Exception) -> None:
         """Take the next way of decoding, after the present one failed, or differed from a plain forward.
-
-        Args:
-            padded: the rows that show it were padded, so that rows of equal length may not show it.
 
         Raises:
             BackendError: there is no other way.
@@ -196,9 +193,8 @@ class TransformersBackend(GenerationBackend):
         wrong = isinstance(error, WrongLogpsError)
         reason = str(error) if wrong else f"it fails with {shortened(error)}"
         own = not decoding_path(model, self.config_of(RUN_SETTINGS)).reason
-        padded |= self.by_length
         # In the order of trial: by length or not, in the loop of transformers or the own one.
-        ways = sorted({(by_length, stock) for by_length in (False, padded) for stock in (True, not own)})
+        ways = [(by_length, stock) for by_length in (False, True) for stock in sorted({not own, True})]
         later = [way for way in ways if way > (self.by_length, self.stock_decoding)]
         name = type(without_adapter(model)).__name__
         if not later or self._in_lockstep(model):

@@ -311,13 +311,12 @@ def shared_directory(owner: object) -> tuple[Path, Callable[[], object]]:
             is_own = os.fstat(lock.fileno()).st_uid == os.geteuid()
             if is_own and lock.read(200) == _LOCK:
                 shutil.rmtree(directory, ignore_errors=True)
-    hidden = Path(tempfile.mkdtemp(prefix=".groupwise-", dir=parent))  # not found before it is locked
+    directory = Path(tempfile.mkdtemp(prefix="groupwise-", dir=parent))
     stack = ExitStack()
-    own = stack.enter_context(open(hidden / "lock", "wb"))  # noqa: SIM115  open as long as the directory
+    own = stack.enter_context(open(directory / "lock", "wb"))  # noqa: SIM115  open as long as the directory
     fcntl.flock(own, fcntl.LOCK_EX)
-    own.write(_LOCK)
+    own.write(_LOCK)  # only then it may be removed
     own.flush()
-    directory = hidden.rename(parent / hidden.name.removeprefix("."))
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
 
     def remove() -> None:
