@@ -126,11 +126,6 @@ class _TimeLimitReached(BaseException):
     """Raised in the main thread; not an ``Exception``, which functions catch to try again."""
 
 
-def can_interrupt() -> bool:
-    """Return True if :func:`interrupted` works here: in the main thread, on systems with its signal."""
-    return threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill")
-
-
 def interrupted(function: Callable[[], T], timeout: float, setting: str = "") -> T:
     """Call a function in the main thread and interrupt it by a signal after ``timeout`` seconds.
 
@@ -393,7 +388,9 @@ class CallExecutor:
 
     def _call(self, function: Callable[[], Any], future: Future[Any], timeout: float | None) -> None:
         """Call a function in this thread, or wait for it if it is async or cannot be interrupted here."""
-        if is_async(function) or (timeout is not None and not can_interrupt()):
+        is_main = threading.current_thread() is threading.main_thread()
+        can_interrupt = is_main and hasattr(signal, "pthread_kill")
+        if is_async(function) or (timeout is not None and not can_interrupt):
             self._start_sequence([(function, future)])
             self.wait_for_next([future])
             return

@@ -265,20 +265,15 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
         return reason, unknown
     if cache_argument(base) is None:
         return f"the forward of {name} has no argument of a known name for the cache", True
-    settings = _across_rows(config, base.generation_config)
-    return f"{', '.join(settings)} may act on several rows" if settings else "", False
-
-
-def _across_rows(config: GenerationConfig, defaults: GenerationConfig) -> list[str]:
-    """Return the settings that may not act on each row independently; ``defaults`` are those of the model."""
-    given = {**defaults.to_diff_dict(), **config.to_diff_dict()}
-    return [
+    given = {**base.generation_config.to_diff_dict(), **config.to_diff_dict()}
+    settings = [
         name
         for name, value in given.items()
         if not (
             name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
         )
     ]
+    return f"{', '.join(settings)} may act on several rows" if settings else "", False
 
 
 def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskRecorder | None:

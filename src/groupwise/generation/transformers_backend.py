@@ -60,7 +60,6 @@ from groupwise.random_state import DrawnFrom
 from groupwise.records import Completion, SamplingOptions
 from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import ImageInputs, join_images
-from groupwise.records.sampling_mask import SamplingMask
 from groupwise.tokenization.text import ProcessingClass, end_tokens, text_tokenizer
 
 if TYPE_CHECKING:
@@ -387,15 +386,14 @@ class TransformersBackend(GenerationBackend):
         """Return the completions of rows from the tokens after their prompts, padded on the right."""
         size = len(sequences)
         masks = [None] * size if recorder is None else recorder.completions(size)
-        rows = zip(sequences, max_tokens or [config.max_new_tokens] * size, masks, strict=True)
-        return [self.completion(tokens[:limit], mask) for tokens, limit, mask in rows]
-
-    def completion(self, tokens: list[int], mask: SamplingMask | None = None) -> Completion:
-        """Return the completion that ends with the first end token of ``tokens``."""
-        end = next((index + 1 for index, token in enumerate(tokens) if token in self.end_tokens), None)
-        tokens = tokens[:end]
-        mask = None if mask is None else mask.first(len(tokens))
-        return Completion(tokens, truncated=end is None, sampling_mask=mask)
+        limits = max_tokens or [config.max_new_tokens] * size
+        completions = []
+        for sequence, limit, mask in zip(sequences, limits, masks, strict=True):
+            tokens = sequence[:limit]
+            end = next((index + 1 for index, token in enumerate(tokens) if token in self.end_tokens), None)
+            kept = None if mask is None else mask.first(len(tokens[:end]))
+            completions.append(Completion(tokens[:end], truncated=end is None, sampling_mask=kept))
+        return completions
 
 
 def make_backend(

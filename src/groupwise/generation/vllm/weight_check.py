@@ -98,20 +98,16 @@ class WeightCheck:
         for name, tensor in weights:
             if name in found:
                 raise BackendError(f"the policy has two tensors named {name}; an engine would load only one")
-            found[name] = self._digests(tensor.detach(), scales.get(name, 1.0))
+            value, scale = tensor.detach(), scales.get(name, 1.0)
+            by_dtype = {"": tensor_digest(value if scale == 1 else value * scale)}
+            for dtype in self.dtypes:
+                rounded = value.to(getattr(torch, dtype)) if value.is_floating_point() else value
+                if rounded is value:
+                    by_dtype[dtype] = by_dtype[""]
+                else:
+                    by_dtype[dtype] = tensor_digest(rounded if scale == 1 else rounded * scale)
+            found[name] = _Own(tuple(value.shape), value.numel(), by_dtype)
             yield name, tensor
-
-    def _digests(self, tensor: torch.Tensor, scale: float) -> _Own:
-        by_dtype: dict[str, torch.Tensor] = {}
-        for dtype in self.dtypes:
-            value = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-            value = value if scale == 1 else value * scale
-            by_dtype[dtype] = tensor_digest(value)
-            if value.dtype.itemsize >= tensor.dtype.itemsize and scale == 1:
-                by_dtype[""] = by_dtype[dtype]  # not rounded
-        if "" not in by_dtype:
-            by_dtype[""] = tensor_digest(tensor if scale == 1 else tensor * scale)
-        return _Own(tuple(tensor.shape), tensor.numel(), by_dtype)
 
     def compare(self, *, adapter: bool = False) -> str | None:
         """Compare the recorded weights with those of all engines.
