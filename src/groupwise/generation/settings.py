@@ -177,12 +177,12 @@ def check_config(config: GRPOConfig) -> None:
         )
 
 
-def generation_config(
+def generation_settings(
     config: GRPOConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     suppress_tokens: Sequence[int] = (),
-) -> GenerationConfig:
+) -> dict[str, Any]:
     """Return the ``generate`` settings that all requests of a run share, ``generation_kwargs`` included.
 
     Temperature, top_p, top_k, min_p and repetition_penalty are not among them: they come with each request.
@@ -207,7 +207,7 @@ def generation_config(
     settings.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
     if suppress_tokens:
         settings["suppress_tokens"] = sorted({*suppress_tokens, *(settings.get("suppress_tokens") or ())})
-    return GenerationConfig(**settings)
+    return settings
 
 
 #: Generation settings that act on each row independently, through a logits processor or a stopping criterion.

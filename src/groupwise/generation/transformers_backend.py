@@ -39,7 +39,7 @@ from groupwise.generation.settings import (
     check_cache,
     check_config,
     decoding_path,
-    generation_config,
+    generation_settings,
     keep_autocast_weights,
     make_recorder,
     warn_about_model_settings,
@@ -81,7 +81,7 @@ class TransformersBackend(GenerationBackend):
 
     Args:
         model: returns the unwrapped policy; called at every generation because training may wrap it again.
-        generation_config: what is the same for all requests; see :func:`generation_config`.
+        generation_config: what is the same for all requests; see :func:`generation_settings`.
         config: has the sampler settings that a request leaves out; None: ``generation_config`` has them.
         pad_to_multiple_of: pad prompts to a multiple of this length; None: to the longest.
         gather_weights: the model is partitioned by ZeRO-3, and each call gathers it once. Otherwise every
@@ -405,9 +405,10 @@ def make_backend(
 ) -> TransformersBackend:
     """Construct the backend; see :class:`groupwise.generation.backends.BackendFactory`."""
     check_cache(config, policy())
+    settings = generation_settings(config, policy(), text_tokenizer(processing_class), suppress_tokens)
     backend = kind(
         policy,
-        generation_config(config, policy(), text_tokenizer(processing_class), suppress_tokens),
+        GenerationConfig(**settings),
         config,
         pad_to_multiple_of=cast("int | None", config.pad_to_multiple_of),  # "auto" is resolved
         gather_weights=is_zero3_enabled() and config.ds3_gather_for_generation,

@@ -13,12 +13,13 @@ import torch
 from transformers import GenerationConfig
 
 from groupwise.compat.trl import SAMPLER_ATTRIBUTES, UnreadAttribute
-from groupwise.config.sampling import SAMPLING_FIELDS, json_dict
+from groupwise.config.sampling import sampler_settings
 from groupwise.core.entropy import EntropyControl
 from groupwise.core.ratios import off_policy_keep
 from groupwise.core.surrogates import SurrogateInputs, SurrogateSettings, vespo_gate
 from groupwise.errors import ConfigError, shortened
 from groupwise.generation.base import GenerationBackend
+from groupwise.generation.settings import generation_settings
 from groupwise.tokenization.text import text_tokenizer
 from groupwise.trl_hooks.inputs import Inputs
 from groupwise.trl_hooks.state import InputsBuffer
@@ -48,31 +49,14 @@ def _end_tokens(trainer: Any) -> tuple[int, ...]:
 
 def _generation_kwargs(trainer: Any) -> Mapping[str, Any]:
     """Return the read-only arguments of ``model.generate`` for a hook that samples itself."""
-    args, tokenizer = trainer.args, trainer._tokenizer
-    given = json_dict(args.generation_kwargs)  # keys with a field of their own are resolved to it
-    return MappingProxyType(
-        {
-            "max_new_tokens": args.max_completion_length,
-            "do_sample": True,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": list(trainer.eos_token_ids),
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": max(args.top_k or 0, 0),
-            "min_p": args.min_p,
-            "repetition_penalty": args.repetition_penalty,
-            "cache_implementation": None
-            if args.cache_implementation == "auto"
-            else args.cache_implementation,
-            **{name: value for name, value in given.items() if name not in SAMPLING_FIELDS},
-        }
-    )
+    args = trainer.args
+    of_run = generation_settings(args, trainer.model, trainer._tokenizer)
+    return MappingProxyType({**of_run, **vars(sampler_settings(args)), "min_p": args.min_p})
 
 
 def _generation_config(trainer: Any) -> GenerationConfig:
     """Return the configuration of ``model.generate`` for a hook that samples itself."""
-    config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+    config = GenerationConfig(**{"disable_compile": True, **trainer.generation_kwargs})
     config.__class__ = ReadOnlyGenerationConfig  # its constructor assigns
     return config
 
