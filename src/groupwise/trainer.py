@@ -543,9 +543,8 @@ class GRPOTrainer(
         """Record the times of the window."""
         metrics, stats = self.metrics["train"], self.window.stats
         flops = self.flops_per_token * stats.computed_tokens  # forward and backward
-        metrics.record(metrics.timer.close_step(stats.tokens, flops))
-        if self.logprob_computer.fell_back:
-            metrics.record({"layout_fell_back": Mean(1.0)})
+        fell_back = {"layout_fell_back": Mean(1.0)} if self.logprob_computer.fell_back else {}
+        metrics.record(metrics.timer.close_step(stats.tokens, flops) | fell_back)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

@@ -293,7 +293,7 @@ def read_as_trl(source, window, left=0):
     """Begin a window as ``groupwise.trl_hooks`` does; batches of 3 prompts, 2 generations and 4 repeats."""
     batches = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_iterations": 2}
     config = GRPOConfig(use_cpu=True, report_to="none", num_generations=2, **batches)
-    InputsBuffer(rows_end=left).read_prompts(source, window, config)
+    InputsBuffer(num_left=left).read_prompts(source, window, config)
 
 
 @pytest.mark.parametrize(

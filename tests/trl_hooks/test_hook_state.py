@@ -5,11 +5,14 @@ Files: ``trl_hooks/state.py``.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from support.fakes.ranks import on_ranks
 from support.serialization import reloaded
 
-from groupwise import ConfigError
+from groupwise import ConfigError, GRPOConfig
 from groupwise.core.metrics import Max, Mean, Min, Sum
 from groupwise.data.prompt_source import PromptSource, RankSlice
 from groupwise.records.serialization import host_copy
@@ -43,14 +46,16 @@ def numbers(count):
 def test_rows_are_given_once_per_micro_batch_and_again_after_a_resume():
     prompts, buffer = numbers(6), InputsBuffer()
 
+    config = GRPOConfig("x", per_device_train_batch_size=4, num_generations=2, num_iterations=3)
+
     def given(source, kept):
-        return [row["prompt"] for row in kept.next_rows(source, num_prompts=2, uses=3)]
+        return [row["prompt"] for row in kept.next_rows(source, config)]
 
     assert [given(prompts, buffer) for _ in range(4)] == [["0", "0", "1", "1"]] * 3 + [["2", "2", "3", "3"]]
     source, resumed = numbers(6), InputsBuffer()
     source.restore(prompts.snapshot())
     resumed.restore(reloaded(buffer.snapshot()))
-    resumed.read_rows_again(source, num_prompts=2)
+    resumed.read_rows_again(source, config)
     assert [given(source, resumed) for _ in range(3)] == [["2", "2", "3", "3"]] * 2 + [["4", "4", "5", "5"]]
 
 
@@ -88,66 +93,78 @@ def test_a_checkpoint_of_the_other_trainer_is_refused():
         InputsBuffer().restore({"entries": [], "num_iterations": 1, "cursor": 0, "num_groups": 4})
 
 
-def drained(*ranks):
-    """Log lines of all ranks: every rank gathers the same lists."""
-    from support.fakes.ranks import on_ranks
+def drained(*runs):
+    """Log lines of all ranks: a buffer each, to which the functions ``runs`` have added metrics."""
 
-    return on_ranks(len(ranks), lambda rank, gather, _: ranks[rank].drain(lambda part: gather([part]))[0])
+    def log_line(rank, gather, _):
+        buffer = ListMetricBuffer()
+        buffer.gather = gather
+        runs[rank](buffer)
+        return buffer.drain(lambda part: gather([part]))[0]
+
+    return on_ranks(len(runs), log_line)
 
 
 def test_a_record_is_merged_over_ranks_and_the_log_is_the_mean_over_records():
-    one, other = ListMetricBuffer(), ListMetricBuffer()
-    for buffer, (total, count, largest) in ((one, (1.0, 1.0, 3.0)), (other, (8.0, 3.0, 5.0))):
+    def run(total, count, largest, buffer):
         buffer.record({"entropy": Mean(torch.tensor(total), count), "longest": Max(largest)})
         buffer.record({"entropy": Mean(2.0), "longest": Max(1.0)})
-    assert one.lists == {"entropy": [1.0, 2.0], "longest": [3.0, 1.0]}  # to be read by hooks
-    assert drained(one, other) == [{"entropy": (9 / 4 + 4 / 2) / 2, "longest": (5.0 + 1.0) / 2}] * 2
-    assert one.lists == {}
+        assert buffer.lists == {"entropy": [9 / 4, 2.0], "longest": [5.0, 1.0]}  # to be read by hooks
+
+    lines = drained(partial(run, 1.0, 1.0, 3.0), partial(run, 8.0, 3.0, 5.0))
+    assert lines == [{"entropy": (9 / 4 + 4 / 2) / 2, "longest": (5.0 + 1.0) / 2}] * 2
 
 
 def test_a_metric_that_a_rank_lacks_in_one_record_stays_with_its_record():
-    one, other = ListMetricBuffer(), ListMetricBuffer()
-    for buffer, shortest in ((one, [4.0, None]), (other, [6.0, 8.0])):
+    def run(shortest, buffer):
         for value in shortest:
             buffer.record({"rows": Mean(4.0)} | ({} if value is None else {"shortest": Min(value)}))
-    assert drained(one, other) == [{"rows": 4.0, "shortest": (4.0 + 8.0) / 2}] * 2
+
+    lines = drained(partial(run, [4.0, None]), partial(run, [6.0, 8.0]))
+    assert lines == [{"rows": 4.0, "shortest": (4.0 + 8.0) / 2}] * 2
 
 
 def test_the_loss_rates_sums_and_metrics_of_the_user_keep_their_reduction():
-    buffer = ListMetricBuffer()
-    buffer.record({"loss": Mean(1.0, 0.5), "tokens_per_second": Mean(90.0, 1.0), "num_tokens": Sum(3.0)})
-    buffer.record({"loss": Mean(3.0, 1.0), "tokens_per_second": Mean(30.0, 2.0), "num_tokens": Sum(4.0)})
-    buffer.record_metric("custom/longest", 3.0, "max")
-    buffer.record_metric("custom/longest", 5.0, "max")
+    def run(buffer):
+        buffer.record({"loss": Mean(1.0, 0.5), "tokens_per_second": Mean(90.0, 1.0), "num_tokens": Sum(3.0)})
+        buffer.record({"loss": Mean(3.0, 1.0), "tokens_per_second": Mean(30.0, 2.0), "num_tokens": Sum(4.0)})
+        buffer.record_metric("custom/longest", 3.0, "max")
+        buffer.record_metric("custom/longest", 5.0, "max")
+        assert not buffer.lists
+
     expected = {"loss": 4 / 1.5, "tokens_per_second": 40.0, "num_tokens": 7.0, "custom/longest": 5.0}
-    assert not buffer.lists and drained(buffer) == [expected]
+    assert drained(run) == [expected]
 
 
 def test_metrics_of_hooks_are_averaged_over_ranks():
-    one, other = ListMetricBuffer(), ListMetricBuffer()
-    one.lists["mine"] += [1.0, float("nan"), 2.0]
-    other.lists["mine"].append(torch.tensor(6.0))
-    assert drained(one, other) == [{"mine": 3.0}] * 2
+    def run(values, buffer):
+        buffer.lists["mine"] += values
+
+    assert (
+        drained(partial(run, [1.0, torch.nan, 2.0]), partial(run, [torch.tensor(6.0)])) == [{"mine": 3}] * 2
+    )
 
 
 def test_a_metric_that_one_rank_touches_is_the_mean_of_all_lists():
-    one, other = ListMetricBuffer(), ListMetricBuffer()
-    for buffer in (one, other):
+    def run(buffer):
         buffer.record({"longest": Max(4.0), "reward": Mean(2.0), "dropped": Mean(1.0)})
-    one.lists["longest"].append(10.0)
-    one.lists["reward"] = [5.0]
-    for buffer in (one, other):
         del buffer.lists["dropped"]
-    assert drained(one, other) == [{"longest": 6.0, "reward": 3.5}] * 2
+
+    def changed(buffer):
+        run(buffer)
+        buffer.lists["longest"].append(10.0)
+        buffer.lists["reward"] = [5.0]
+
+    assert drained(changed, run) == [{"longest": 6.0, "reward": 3.5}] * 2
 
 
 def test_a_running_total_that_a_hook_replaces_goes_on_afterwards():
-    buffer = ListMetricBuffer()
+    buffer, gather = ListMetricBuffer(), lambda part: [part]
     buffer.record({"num_tokens": Sum(10.0)})
     buffer.lists["num_tokens"] = [7.0]
-    assert drained(buffer) == [{"num_tokens": 7.0}]
+    assert buffer.drain(gather)[0] == {"num_tokens": 7.0}
     buffer.record({"num_tokens": Sum(10.0)})
-    assert drained(buffer) == [{"num_tokens": 20.0}]
+    assert buffer.drain(gather)[0] == {"num_tokens": 20.0}
 
 
 def test_lists_return_to_the_mark_and_survive_a_checkpoint():
@@ -165,4 +182,4 @@ def test_lists_return_to_the_mark_and_survive_a_checkpoint():
     other.restore(state)
     for resumed in (buffer, other):
         resumed.lists["mine"].append(2.0)
-        assert drained(resumed) == [{"reward": 1.0, "mine": 1.5}]
+        assert resumed.drain(lambda part: [part])[0] == {"reward": 1.0, "mine": 1.5}

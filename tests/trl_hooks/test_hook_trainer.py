@@ -49,7 +49,7 @@ def test_settings_that_the_hooks_cannot_express_are_refused(tmp_path, name):
     assert getattr(args, name, None) == default
     other: dict[str, object] = {"dynamic_sampling": True, "rollout_staleness": 2, "rollout_on_error": "retry"}
     other |= {"prompt_filter": {"max": 0.9}, "curriculum": max}
-    value = {**other, "router_aux_loss_scope": "global_batch"}[name]
+    value = {**other, "router_aux_loss_scope": "global_batch", "router_replay": "R2"}[name]
     setattr(args, name, value)
     with pytest.raises(ConfigError) as error:
         checks.check_settings(args, tokenizer())
@@ -260,7 +260,7 @@ def test_steps_count_micro_batches_also_while_a_window_is_filled(tmp_path):
     made.train()
     assert [step for hook, step, _ in made.seen if hook == "generate"] == [0, 2, 4]
     assert [step for hook, step, _ in made.seen if hook == "loss"] == [0, 1, 2, 3, 4, 5]
-    assert made._step == made.buffer.position == 6
+    assert made._step == 6 and made.buffer.num_left == 0
     made.train()  # from the beginning
     assert made._step == 6
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 from transformers import TrainerCallback
 
@@ -18,8 +16,6 @@ from groupwise.reporting.callback import GRPOCallback
 from groupwise.tokenization.images import is_processor
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Methods of TRL's trainer, and of groupwise's, that are not called here, or not for training, and the
 #: counterpart. An override is refused.
@@ -38,6 +34,7 @@ REFUSED_METHODS = {
     "make_micro_batches": "_prepare_inputs",
     "set_token_weights": "_compute_loss",
     "compute_entropy_masks": "get_high_entropy_mask",
+    "compute_logprobs": "_get_per_token_logps_and_entropies",
 }
 
 #: Methods that exist here, but whose overrides would not be called with tools or environments.
@@ -71,6 +68,11 @@ REFUSED_SETTINGS: dict[str, tuple[Any, str, str]] = {
         "computes the loss of a micro-batch before the next one is known",
         "use groupwise.GRPOTrainer, which has all micro-batches of an update",
     ),
+    "router_replay": (
+        "disabled",
+        "needs the experts of every token, and hooks receive token ids alone",
+        "use groupwise.GRPOTrainer",
+    ),
     "rollout_on_error": (
         "raise",
         "takes failed completions out of their groups, which have num_generations rows in the hooks",
@@ -85,7 +87,7 @@ NO_REF_LOGPS = (
     "resume with beta=0 and set trainer.args.beta later, or from a checkpoint at the end of a generation"
 )
 
-#: Keys of a dictionary of a micro-batch that TRL passes to the model, in the order of its parameters.
+#: Keys of a dictionary of a micro-batch that TRL passes to the model.
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -97,31 +99,15 @@ NO_IMAGES = (
 )
 
 
-def refuses_images(method: Callable[..., T]) -> Callable[..., T]:
-    """Decorator of a method that TRL calls with images: add ``IMAGE_INPUTS``, which must be None.
-
-    ``inspect.signature`` shows them, since scripts look arguments up before they pass them.
+def refuse_images(inputs: Mapping[str, Any]) -> None:
+    """Refuse inputs of which one in ``IMAGE_INPUTS`` is not None.
 
     Raises:
-        ConfigError: with the counterpart; raised by the method.
+        ConfigError: with the counterpart.
     """
-    signature = inspect.signature(method)
-    images = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        for name in IMAGE_INPUTS
-    ]
-    signature = signature.replace(parameters=[*signature.parameters.values(), *images])
-
-    @functools.wraps(method)
-    def checked(*args: Any, **kwargs: Any) -> T:
-        arguments = signature.bind(*args, **kwargs).arguments
-        given = [name for name in IMAGE_INPUTS if arguments.pop(name, None) is not None]
-        if given:
-            raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
-        return method(**arguments)
-
-    checked.__signature__ = signature  # type: ignore[attr-defined]
-    return checked
+    given = [name for name in IMAGE_INPUTS if inputs.get(name) is not None]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {NO_IMAGES}")
 
 
 def refuse_resampling() -> NoReturn:

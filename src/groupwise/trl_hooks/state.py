@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 
@@ -20,7 +18,7 @@ from groupwise.data.prompt_source import DatasetPrompts, PromptSource
 from groupwise.errors import ConfigError
 from groupwise.records import Completion, RewardBatch, RolloutBatch, Row
 from groupwise.records.serialization import NotSaved
-from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, PlainMetrics, RankPart
+from groupwise.reporting.metrics import RUNNING_TOTALS, MetricBuffer, RankPart
 from groupwise.reporting.table import CompletionRow, completion_rows
 from groupwise.trl_hooks.inputs import Inputs
 
@@ -36,8 +34,8 @@ class InputsBuffer:
     num_iterations: how often each is used.
     step: ``_step`` of the trainer, micro-batches trained on.
     filled_at: ``step`` at which the entries were generated.
-    position: micro-batches whose rows were given to ``Trainer``.
-    rows: this rank's rows of a generation batch, given up to position ``rows_end``.
+    rows: this rank's rows of a generation batch.
+    num_left: micro-batches that are still to be given ``rows``.
     rows_from: epoch and index in the prompts before ``rows`` were taken.
     """
 
@@ -48,20 +46,14 @@ class InputsBuffer:
     num_iterations: int = 1
     step: int = 0
     filled_at: int = 0
-    position: int = 0
     rows: list[Row] = field(default_factory=list)
-    rows_end: int = 0
+    num_left: int = 0
     rows_from: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """True if the next micro-batch needs a new generation."""
         return not 0 < self.step - self.filled_at < len(self.entries) * self.num_iterations
-
-    @property
-    def num_left(self) -> int:
-        """Micro-batches whose rows are those of the present generation batch."""
-        return self.rows_end - self.position
 
     def fill(self, entries: Sequence[Inputs], num_iterations: int) -> None:
         """Replace the entries by a new generation."""
@@ -90,23 +82,20 @@ class InputsBuffer:
         if missing % uses == 0:
             prompts.read_ahead((num_batches + 1) * num_prompts, same_epoch=True)
 
-    def next_rows(self, prompts: PromptSource, num_prompts: int, uses: int) -> list[Row]:
-        """Return the rows of the next micro-batch: those of its whole generation batch, B of this rank.
-
-        Args:
-            uses: micro-batches that are trained on a generation batch.
-        """
-        if self.num_left <= 0:
+    def next_rows(self, prompts: PromptSource, config: GRPOConfig) -> list[Row]:
+        """Return the rows of the next micro-batch: those of its whole generation batch, B of this rank."""
+        if self.num_left == 0:
             self.rows_from = {"epoch": prompts.epoch, "index": prompts.index}
-            self.rows, self.rows_end = prompts.take(num_prompts), self.position + uses
-        self.position += 1
+            self.rows = prompts.take(config.prompts_per_batch)
+            self.num_left = config.micro_batches_per_generation
+        self.num_left -= 1
         return self.rows
 
-    def read_rows_again(self, prompts: PromptSource, num_prompts: int) -> None:
+    def read_rows_again(self, prompts: PromptSource, config: GRPOConfig) -> None:
         """Take the rows of the generation batch in which a run resumes; checkpoints do not contain them."""
-        if self.num_left > 0:
+        if self.num_left:
             prompts.restore(dict(self.rows_from))
-            self.rows = prompts.take(num_prompts)
+            self.rows = prompts.take(config.prompts_per_batch)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state; entries as long as they are not used up, and in this process the rows."""
@@ -119,12 +108,12 @@ class InputsBuffer:
         """Return to the state of a snapshot, on the training device.
 
         Raises:
-            ConfigError: ``groupwise.GRPOTrainer`` wrote the checkpoint.
+            ConfigError: ``groupwise.GRPOTrainer`` wrote the checkpoint, or an earlier version.
         """
-        if "filled_at" not in snapshot:
+        if "num_left" not in snapshot:
             raise ConfigError(
-                "the checkpoint was written by groupwise.GRPOTrainer, whose rollout buffer "
-                "groupwise.trl_hooks cannot read; resume with the trainer that wrote it"
+                "the checkpoint was written by groupwise.GRPOTrainer or an earlier version, whose rollout "
+                "buffer groupwise.trl_hooks cannot read; resume with the trainer that wrote it"
             )
         rows = self.rows if snapshot["rows"] is None else snapshot["rows"].value
         vars(self).update({**snapshot, "rows": rows})
@@ -155,76 +144,53 @@ class ListMetricBuffer(MetricBuffer):
     One record has the metrics of a generation, a micro-batch or an optimizer step. It is merged over ranks,
     and the log is the mean over records: micro-batches with 2 and 6 tokens count equally in ``kl``, where
     :class:`MetricBuffer` weights them by tokens. Sums, ``_EXACT`` and the user's ``record_metric`` keep
-    their reduction. A metric whose list a hook changed is logged as the mean of the lists of all ranks.
+    their reduction.
 
-    lists: values since the last log; those of this rank, where a metric is not the same on all ranks.
+    lists: values since the last log, which hooks may change; those of all ranks count in the log.
     """
+
+    gather: Callable[[list[Any]], list[Any]] = staticmethod(gather_object)
 
     def __init__(self) -> None:
         super().__init__()
         self.lists: defaultdict[str, list[float]] = defaultdict(list)
-        self._records: list[PlainMetrics] = []  # what the lists were made from; all ranks have as many
 
     def record(self, metrics: Mapping[str, Reduction]) -> None:
-        """Add one record, and append its values to the lists."""
+        """Append one record, merged over ranks, to the lists. A collective, as the appends of TRL are."""
         exact = {n: value for n, value in metrics.items() if isinstance(value, Sum) or n in _EXACT}
         super().record(exact)
-        self._records.append(detach_metrics({n: value for n, value in metrics.items() if n not in exact}))
-        for name, values in _lists(self._records[-1:]).items():
-            self.lists[name] += values
+        own = detach_metrics({n: value for n, value in metrics.items() if n not in exact})
+        for name, reduction in merge_metrics(map(attach_metrics, self.gather([own]))).items():
+            self.lists[name].append(reduction.value())
 
     def drain(
         self, gather: Callable[[RankPart], list[RankPart]]
     ) -> tuple[dict[str, float], list[CompletionRow]]:
         """Return the metrics and rows of all ranks since the last call, and clear them."""
         self.record(self.timer.phases())
-        recorded = _lists(self._records)
-        changed = {
-            name
-            for name in {*self.lists, *recorded}
-            if not np.array_equal(_floats(self.lists, name), _floats(recorded, name), equal_nan=True)
-        }
-        parts: list[Any] = gather((changed, dict(self.lists), self._records))  # type: ignore[arg-type]
-        records_of_ranks = zip_longest(*(records for _, _, records in parts), fillvalue={})
-        means = _lists(
-            detach_metrics(merge_metrics(map(attach_metrics, records))) for records in records_of_ranks
-        )
-        for name in set().union(*(names for names, _, _ in parts)):
-            means[name] = [value for _, lists, _ in parts for value in _floats(lists, name)]
-        totals = {n: total for n, total in self.metrics.items() if n in means}  # num_tokens, set by a hook
-        for name, values in means.items():
+        numbers: defaultdict[str, list[float]] = defaultdict(list)
+        own = {name: [*map(float, values)] for name, values in self.lists.items()}  # of tensors, too
+        for lists in self.gather([own]):
+            for name, values in lists.items():
+                numbers[name] += values
+        totals = {n: total for n, total in self.metrics.items() if n in numbers}  # num_tokens, set by a hook
+        for name, values in numbers.items():
             valid = [value for value in values if math.isfinite(value)]  # NaN: a reward of None
             self.metrics[name] = Mean(math.fsum(valid), float(len(valid)))
         self.lists.clear()
-        self._records = []
         drained = super().drain(gather)
         self.metrics.update({name: totals[name] for name in RUNNING_TOTALS & totals.keys()})
         return drained
 
     def snapshot(self) -> dict[str, Any]:
         """Return metrics, rows and copies of the lists, which change in place."""
-        lists = {name: list(values) for name, values in self.lists.items()}
-        return {**super().snapshot(), "lists": lists, "records": list(self._records)}
+        return {**super().snapshot(), "lists": {name: list(values) for name, values in self.lists.items()}}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Return to the state of a snapshot; a hook may hold the dictionary of lists."""
         super().restore(snapshot)
         self.lists.clear()
         self.lists.update({name: list(values) for name, values in snapshot["lists"].items()})
-        self._records = list(snapshot["records"])
-
-
-def _lists(records: Iterable[PlainMetrics]) -> dict[str, list[float]]:
-    """Return the values of records by name."""
-    lists: defaultdict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for name, reduction in attach_metrics(record).items():
-            lists[name].append(reduction.value())
-    return lists
-
-
-def _floats(lists: Mapping[str, list[float]], name: str) -> list[float]:
-    return [float(value) for value in lists.get(name, [])]  # a hook may append tensors
 
 
 def make_logs(size: int | None) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from groupwise.records import (
     Completion,
     LogprobOutput,
     Mode,
-    OldAndRefLogps,
     RewardBatch,
     RolloutBatch,
     RolloutRequest,
@@ -41,7 +40,6 @@ from groupwise.records import (
     SamplingOptions,
     TokenBatch,
 )
-from groupwise.records.fast_paths import FastPath
 from groupwise.reporting.metrics import reward_metrics, rollout_metrics
 from groupwise.tokenization.images import insert_images
 from groupwise.tokenization.text import is_truncated
@@ -53,8 +51,8 @@ from groupwise.trl_hooks.checks import (
     REFUSED_METHODS,
     check_objective,
     check_settings,
+    refuse_images,
     refuse_resampling,
-    refuses_images,
     warn_of_callbacks,
 )
 from groupwise.trl_hooks.config import GRPOConfig
@@ -88,7 +86,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             _generate_and_score_completions(rows) -> dictionary of the generation batch, once for each
                 generate_rollouts -> _generate(prompts) -> _tokenize_prompts, _generate_single_turn
                 compute_rewards -> _calculate_rewards(rows, prompts, completions, ids) -> (N, F), all ranks
-                old_and_ref_logps -> _get_per_token_logps_and_entropies
+                make_experience -> _get_per_token_logps_and_entropies
             compute_loss -> _compute_loss(model, dictionary) -> scalar
                 _get_per_token_logps_and_entropies, get_high_entropy_mask
 
@@ -132,33 +130,21 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         warn_of_callbacks(self.callback_handler.callbacks)
         super()._reset_run_state(directory)
         if directory is not None and not self.args.ignore_data_skip:
-            self.buffer.read_rows_again(self.prompts, self.args.prompts_per_batch)
+            self.buffer.read_rows_again(self.prompts, self.args)
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
         super().refresh_settings(new_run=new_run)
         check_objective(self.args)
-        # The dictionary of a micro-batch has the factor, which a hook may change; the loss computes none.
-        self._correction_settings = self.objective_settings
-        self.objective_settings = replace(self.objective_settings, vllm_importance_sampling_mode=None)
 
     def check_overrides(self) -> None:
         """Refuse overrides that TRL's step does not call here."""
         has_tools = getattr(self, "agents", None) is not None  # unknown before the trainer is built
         refused = {**REFUSED_METHODS, **(NOT_CALLED_WITH_TOOLS if has_tools else {})}
         check_methods(self, refused, "Settings and records of groupwise.GRPOTrainer replace them")
-        if (args := getattr(self, "args", None)) is not None and args.router_replay != "disabled":
-            raise ConfigError(
-                f"router_replay={args.router_replay!r}: the hooks of TRL receive token ids without recorded "
-                "experts; use groupwise.GRPOTrainer, or 'disabled'"
-            )
 
     def may_have_placeholder_logps(self) -> bool:
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
         return super().may_have_placeholder_logps() or isinstance(self.backend, TransformersBackend)
-
-    def fast_paths(self) -> list[FastPath]:
-        all_rows = FastPath("rows without gradient", "computed", "as in TRL's step")
-        return [all_rows if path.name == all_rows.name else path for path in super().fast_paths()]
 
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
@@ -190,14 +176,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self.buffer.read_prompts(self.prompts, num_batches, self.args)  # a sampler may depend on rewards
         super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.rollback_on_failure():
-            entries = [
-                self.buffer.next_rows(
-                    self.prompts,
-                    self.args.prompts_per_batch,
-                    self.args.micro_batches_per_generation,
-                )
-                for _ in range(num_batches)
-            ]
+            entries = [self.buffer.next_rows(self.prompts, self.args) for _ in range(num_batches)]
         return entries, self._get_num_items_in_batch(entries, device)
 
     def _begin_window(self) -> None:
@@ -315,16 +294,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             name: list(values) if isinstance(values, list) else [values] * len(prompts)
             for name, values in (extra or {}).items()
         }
-        base = self._rollouts
-        if base is None:  # an override without super()
-            base = RolloutBatch(request.rows, prompts, prompt_ids, [], texts, row_ids=range(len(prompts)))
+        # An override without super() leaves none.
+        base = self._rollouts or RolloutBatch(request.rows, prompts, prompt_ids, [], texts)
         return replace(
             base,
             rows=request.rows,
             prompt_ids=[list(ids) for ids in prompt_ids],
             completions=self._completions(completion_ids, logps, tool_mask or None, base.completions),
             texts=list(texts),
-            extra=self._environment_column() | columns,
+            extra=columns,
+            row_ids=range(len(prompts)),
             **request.kept_fields(),
         )
 
@@ -377,7 +356,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             _by_row([completion.loss_mask for completion in given], given, 1),
             rollouts.texts,
             _by_row([completion.logps for completion in given], given, torch.nan),
-            _without_environments(rollouts.extra),
+            {name: values for name, values in rollouts.extra.items() if name != "environments"},
             None,
             [],
         )
@@ -423,8 +402,10 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._sampling = sampling
         try:
             given = [list(prompt) for prompt in prompts]
-            group = 1 if self._request is None else self._request.num_generations
-            return self._sample_turn(given, None, {}, group if is_grouped(given, group) else 1)
+            size = 1 if self._request is None else self._request.num_generations
+            # After the first turn the G rollouts of a prompt have different histories.
+            grouped = all(ids == given[row - row % size] for row, ids in enumerate(given))
+            return self._sample_turn(given, None, {}, size if grouped and len(given) % size == 0 else 1)
         finally:
             self._sampling = None
 
@@ -445,11 +426,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         Raises:
             RewardError: a reward function failed, or the hook returned another number of rows or columns.
         """
-        extra = _without_environments(rollouts.extra)
-        inputs = [
-            {**row, **{name: values[i] for name, values in extra.items()}}
-            for i, row in enumerate(rollouts.rows)
-        ]
+        extra = rollouts.extra
+        rows = zip(rollouts.rows, *extra.values(), strict=True)
+        inputs = [{**row, **dict(zip(extra, values, strict=True))} for row, *values in rows]
         self._rewards = None
         completion_ids = [list(completion.token_ids) for completion in rollouts.completions]
         given = self._calculate_rewards(inputs, rollouts.prompts, rollouts.texts, completion_ids)
@@ -462,9 +441,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
                 f"the {expected[1]} reward function(s)"
             )
         rewards_NF = given.detach().float().cpu()[: rollouts.num_valid]
-        base = self._rewards
-        if base is None:  # an override without super()
-            base = RewardBatch(rewards_NF, self.reward_weights, rollouts.num_generations, local=slice(0, 0))
+        # An override without super() leaves none.
+        none = RewardBatch(rewards_NF, self.reward_weights, rollouts.num_generations, local=slice(0, 0))
+        base = self._rewards or none
         steps = {i: values[: rollouts.num_valid] for i, values in base.step_rewards.items()}
         rewards = replace(
             base,
@@ -500,14 +479,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             texts=completions,
             num_generations=self.num_generations if self._request is None else self._request.num_generations,
             mode="train" if self.model.training else "eval",
-            extra=self._environment_column(),
+            extra={} if self.environments is None else {"environments": self.environments},
         )
         with self.rng.user_code():  # a changed copy of TRL's step may call this hook itself
             self._rewards = super().compute_rewards(rollouts)
         return self._rewards.rewards_NF.to(self.accelerator.device)
-
-    def _environment_column(self) -> dict[str, list[Any]]:
-        return {} if self.environments is None else {"environments": self.environments}
 
     def _log_metric(self, name: str, value: float) -> None:
         """Add a value to a metric of the next log, averaged over ranks."""
@@ -544,39 +520,28 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             self.call_callbacks("on_generation_end", rollouts=rollouts, rewards=rewards)
         else:
             self.evaluation.add(rollouts, rewards, self.args, self.compute_metrics, self.metrics_column)
-        # TRL's rule for old log-probs, in training and in evaluation.
-        on_policy = self.args.trains_on_policy
+        # TRL's rule for old log-probs, in training and in evaluation: the sampler correction needs them.
+        settings, given = self.objective_settings, [completion.logps for completion in rollouts.completions]
+        corrects = settings.vllm_importance_sampling_mode is not None and any(v is not None for v in given)
+        on_policy = self.args.trains_on_policy and not corrects
         (experience,) = self.make_experience(rollouts, rewards, len(rollouts), on_policy=on_policy)
         metrics = self.metrics[request.mode]
         metrics.rows = []  # the table is made from ``_logs``
         extend_logs(self._logs, rollouts, rewards, experience.advantages_BX.mean(1), self.reward_func_names)
         self._flush_pending(request.mode)
-        correction_BX = None
-        if experience.sampler_logps_BT is not None:
-            mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
-            correction_BX, values = correction(
-                experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, self._correction_settings
-            )
-            # In TRL means of the means of ranks, however many tokens each has.
-            metrics.record({n: Mean(v.value()) if isinstance(v, Mean) else v for n, v in values.items()})
+        # The dictionary has the factor, which a hook may change; the loss takes it from there.
+        mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
+        correction_BX, values = correction(
+            experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, settings
+        )
+        # In TRL means of the means of ranks, however many tokens each has.
+        metrics.record({n: Mean(v.value()) if isinstance(v, Mean) else v for n, v in values.items()})
         return make_inputs(
             experience,
             self.accelerator.gather(experience.loss_mask_BT.sum()).sum(),
             correction_BX=correction_BX,
             with_tool_mask=any(completion.loss_mask is not None for completion in rollouts.completions),
         )
-
-    @torch.no_grad()
-    def old_and_ref_logps(
-        self, tokens: TokenBatch, only: Sequence[int] | None = None, *, on_policy: bool = False
-    ) -> OldAndRefLogps:
-        """Compute log-probs under the behaviour policy and the reference model, without dropout.
-
-        With a separate sampler whose log-probs correct the loss, old log-probs are always computed.
-        """
-        mode = self._correction_settings.vllm_importance_sampling_mode
-        corrects = mode is not None and tokens.sampler_logps_BT is not None
-        return super().old_and_ref_logps(tokens, None, on_policy=on_policy and not corrects)
 
     # Hooks of log-probs and loss.
 
@@ -591,18 +556,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         )
         return logps_BT
 
-    def compute_logprobs(
-        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool = False
-    ) -> LogprobOutput:
-        """Compute token log-probs under ``model`` by the hook. Returns (B, T) float32."""
-        width = batch.completion_ids_BT.shape[1]
-        return LogprobOutput(
-            *self._get_per_token_logps_and_entropies(
-                model, *batch.sequences(), width, compute_entropy=with_entropy
-            )
-        )
-
-    @refuses_images
     def _get_per_token_logps_and_entropies(
         self,
         model: nn.Module,
@@ -612,6 +565,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
+        pixel_values: Any = None,
+        image_grid_thw: Any = None,
+        num_images: Any = None,
+        pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None,
+        num_tiles: Any = None,
+        image_sizes: Any = None,
+        token_type_ids: Any = None,
+        mm_token_type_ids: Any = None,
+        image_position_ids: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute log-probs of the last ``logits_to_keep`` tokens at the sampling temperature.
 
@@ -622,11 +585,13 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             batch_size: rows per forward pass; None: all.
             compute_entropy: also compute entropies.
             compute_aux_loss: also compute the balancing loss of a mixture of experts.
+            pixel_values: and all others must be None, as images are not supported.
 
         Returns:
             log-probs and entropies (B, T), float32, 0 where the mask is 0; the balancing loss, a scalar. The
             latter two are None unless requested.
         """
+        refuse_images(locals())
         batch = token_batch(input_ids, attention_mask, logits_to_keep)
         batch = replace(batch, sampler=sampler_settings(self.args))
         size, mask_BT = batch_size or len(batch), batch.completion_mask_BT
@@ -804,13 +769,6 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         return super().drain_metrics(mode, label)
 
 
-def is_grouped(prompt_ids: list[list[int]], num_generations: int) -> bool:
-    """Return True if the prompts are groups of ``num_generations`` equal neighbours."""
-    return len(prompt_ids) % num_generations == 0 and all(
-        ids == prompt_ids[row - row % num_generations] for row, ids in enumerate(prompt_ids)
-    )
-
-
 def _by_row(
     values: Sequence[list[Any] | None], completions: Sequence[Completion], fill: float
 ) -> list[list[Any]] | None:
@@ -818,7 +776,3 @@ def _by_row(
     if all(row is None for row in values):
         return None
     return [row or [fill] * len(c.token_ids) for row, c in zip(values, completions, strict=True)]
-
-
-def _without_environments(extra: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {name: values for name, values in extra.items() if name != "environments"}
