@@ -25,7 +25,6 @@ EXAMPLES: dict[str, dict[str, object]] = {
     },
     "report_to_is_installed": {"report_to": "tensorbord"},
     "loss_kwargs_of_objective": {"loss_kwargs": {"tau": 1.0}},
-    "generation_batch_size_and_steps_per_generation": {"generation_batch_size": 8, "steps_per_generation": 4},
     "generation_batch_size_in_whole_micro_batches": {"generation_batch_size": 12, "num_generations": 4},
     "generation_batch_size_in_whole_groups": {"per_device_train_batch_size": 12, "num_generations": 8},
     "eval_batch_in_whole_groups": {"eval_strategy": "steps", "per_device_eval_batch_size": 6},

@@ -179,7 +179,7 @@ class GRPOFields(TrainingArguments):
         "this machine, but none under CI (environment variable CI).")] = None
     bf16: Annotated[bool | None, Setting(
         "bfloat16 mixed precision. None: on if fp16 is off and the device computes bfloat16 natively.",
-        optional_value=True, card="always")] = None  # type: ignore[assignment]
+        card="always")] = None  # type: ignore[assignment]
 
     # Model
     model_init_kwargs: Annotated[Json, Setting(
@@ -480,9 +480,9 @@ class GRPOFields(TrainingArguments):
         renamed_to="vllm_structured_outputs_regex")] = None
     vllm_importance_sampling_cap: Annotated[float | None, Setting(
         renamed_to="vllm_importance_sampling_clip_max")] = None
-    use_liger_loss: Annotated[bool | None, Setting(renamed_to="use_liger_kernel", optional_value=True)] = None
+    use_liger_loss: Annotated[bool | None, Setting(renamed_to="use_liger_kernel")] = None
     wandb_log_unique_prompts: Annotated[bool | None, Setting(
-        renamed_to="log_unique_prompts", optional_value=True)] = None
+        renamed_to="log_unique_prompts")] = None
     # fmt: on
 
     @property

@@ -96,7 +96,6 @@ class Setting:
     changes: when a change takes effect: at the next optimizer step, at the first step that begins with a new
         generation, or with the next run; None: the setting is read when the trainer is built.
     on_resume: consequence of a value that differs from that of the checkpoint; the resumed run warns with it.
-    optional_value: the flag alone means True; ``HfArgumentParser`` does this only if the default is a bool.
     types, items: accepted types of the value and of its elements; filled in from the annotation, empty if
         they are not checked.
     default: the default that the class of the setting declares; filled in.
@@ -116,7 +115,6 @@ class Setting:
     card: Literal["always", "if_changed"] | None = None
     changes: Literal["step", "generation", "run"] | None = None
     on_resume: str = ""
-    optional_value: bool = False
     types: frozenset[type] = frozenset()
     items: frozenset[type] = frozenset()
     default: object = None
@@ -145,7 +143,8 @@ class Setting:
     def flag(self) -> dict[str, object]:
         """Arguments for argparse, as ``HfArgumentParser`` reads them from the metadata of a field."""
         text = f"{self.description} Allowed: {self.allowed}." if self.allowed else self.description
-        optional = {"nargs": "?", "const": True} if self.optional_value else {}
+        # The flag alone means True; for HfArgumentParser only if the default is a bool.
+        optional = {"nargs": "?", "const": True} if bool in self.types and self.default is None else {}
         return {"help": text.replace("%", "%%"), **optional}  # argparse expands %
 
     def violation(self, name: str, value: object, default: object) -> str | None:
@@ -293,13 +292,13 @@ def with_settings(inherited: Mapping[str, Setting]) -> Callable[[Config], Config
         for name in config_class.__annotations__:
             for setting in typing.get_args(hints[name])[1:]:  # of Annotated[types, Setting(…)]
                 lists = [kind for kind in _members(hints[name]) if typing.get_origin(kind) is list]
-                settings[name] = dataclasses.replace(
+                full = settings[name] = dataclasses.replace(
                     setting,
                     types=types_of(hints[name]),
                     items=frozenset(item for kind in lists for item in typing.get_args(kind)),
                     default=getattr(config_class, name, dataclasses.MISSING),
                 )
-                field: object = dataclasses.field(default=settings[name].default, metadata=setting.flag)
+                field: object = dataclasses.field(default=full.default, metadata=full.flag)
                 setattr(config_class, name, field)
         for name, setting in inherited.items():
             if name in hints:

@@ -181,18 +181,12 @@ def _divisors(value: int, near: int, low: int) -> str:
     return " or ".join(str(n) for n in sorted(around))
 
 
-def generation_batch_size_and_steps_per_generation(c: GRPOFields) -> Iterator[str]:
-    size, steps = c.generation_batch_size, c.steps_per_generation
-    if size is not None and steps is not None and size != steps * c.completions_per_micro_batch:
-        given = f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree"
-        yield violation(
-            given, "one, the other None", f"generation_batch_size={steps * c.completions_per_micro_batch}"
-        )
-
-
 def generation_batch_size_in_whole_micro_batches(c: GRPOFields) -> Iterator[str]:
-    size, unit = c.generation_batch_size, c.completions_per_micro_batch
-    if size is not None and c.steps_per_generation is None and size % unit != 0:
+    size, steps, unit = c.generation_batch_size, c.steps_per_generation, c.completions_per_micro_batch
+    if size is not None and steps is not None and size != steps * unit:
+        given = f"generation_batch_size={size} and steps_per_generation={steps} are both given and disagree"
+        yield violation(given, "one, the other None", f"generation_batch_size={steps * unit}")
+    elif size is not None and steps is None and size % unit != 0:
         yield violation(
             f"generation_batch_size={size} is not divisible by {unit}, which is per_device_train_batch_size="
             f"{c.per_device_train_batch_size} x {c.world_size} process(es)",
@@ -384,7 +378,6 @@ RULES: tuple[_Relation, ...] = (
     old_and_new_name_differ,
     report_to_is_installed,
     loss_kwargs_of_objective,
-    generation_batch_size_and_steps_per_generation,
     generation_batch_size_in_whole_micro_batches,
     generation_batch_size_in_whole_groups,
     eval_batch_in_whole_groups,
