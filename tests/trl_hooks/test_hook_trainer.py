@@ -196,6 +196,20 @@ def test_outputs_are_refused_as_in_trl(tmp_path):
         made.compute_loss(made.model, {}, return_outputs=True)
 
 
+def test_a_micro_batch_that_does_not_fit_in_memory_is_an_error(tmp_path):
+    class Theirs(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            self.calls = getattr(self, "calls", 0) + 1
+            if self.calls == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return super()._compute_loss(model, inputs)
+
+    made = run(tmp_path, Theirs, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    made.splitter._free_activations = lambda: True  # the window could be repeated with fewer activations
+    with pytest.raises(torch.OutOfMemoryError):
+        made.train()
+
+
 def test_rewards_must_be_those_of_all_ranks_by_all_functions(tmp_path):
     class Theirs(GRPOTrainer):
         def _calculate_rewards(self, *given):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import nn
+from transformers import Trainer
 
 from groupwise import trainer as pipeline
 from groupwise.config.sampling import sampler_settings
@@ -27,7 +28,6 @@ from groupwise.errors import ConfigError, RewardError, check_counts
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.hf.arguments import check_methods, is_overridden
-from groupwise.hf.base import BaseTrainer
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import (
     Completion,
@@ -198,7 +198,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         self._begin_window()
         last, metrics = self.accelerator.sync_gradients, self.metrics["train"]
         with metrics.phase("train", wait=last):
-            loss = BaseTrainer.training_step(self, model, inputs, num_items_in_batch)
+            # Without recovery from out-of-memory errors: rows do not say which micro-batch to repeat.
+            loss = Trainer.training_step(self, model, inputs, num_items_in_batch)
         self._step += 1
         if not is_overridden(self, "training_step"):  # else the loss to log is what the override returns
             # The losses of a window add up, and a window counts once; unlike Trainer's sum, this is resumed.
@@ -731,14 +732,8 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         )
         return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
 
-    # Micro-batches are computed as they are (see BaseTrainer). ``Trainer`` passes the rows of the generation.
-
     def num_tokens(self, inputs: Any) -> int:
-        batch = self.window.current
-        return 0 if batch is None else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
-
-    def split_micro_batch(self, inputs: Any, *, for_cache: bool) -> list[Any]:
-        return [inputs]
+        return inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
 
     # Logs.
 
