@@ -341,7 +341,7 @@ def record_sources(steps: int = 120) -> None:
         page = f"file://{write_report([folder]).resolve()}"
         options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,3000"]
         subprocess.run(["chromium", *options, f"--screenshot={SOURCES}", page], check=True)
-        part = Image.open(SOURCES).convert("RGB").crop((0, 1800, 1000, 2455))  # the section "By source"
+        part = Image.open(SOURCES).convert("RGB").crop((0, 1800, 1000, 2750))  # the section "By source"
         part.quantize(64).save(SOURCES, optimize=True)
 
 

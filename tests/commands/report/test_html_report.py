@@ -374,6 +374,7 @@ def test_the_sources_of_a_mixture_are_lines_of_one_chart(tmp_path):
             **log,
             "reward/maths": log["reward"],
             "reward/code": 1 - log["reward"],
+            "entropy/maths": log["reward"],
             "eval_pass@1/maths": log["reward"] / 2,
         }
         for log in LOGS
@@ -381,9 +382,10 @@ def test_the_sources_of_a_mixture_are_lines_of_one_chart(tmp_path):
     report = write_report([save_run(tmp_path / "run", by_source, {}, ROWS)], tmp_path / "report.html")
     page, _, console = opened(report, tmp_path)
     titles = [title.split("by step")[0].strip() for title in page["titles"]]
-    assert [title for title in titles if "source" in title] == ["eval_pass@1 by source", "reward by source"]
+    drawn = [f"{name} by source" for name in ("entropy", "eval_pass@1", "reward")]
+    assert [title for title in titles if "source" in title] == drawn
     assert "By source" in page["headings"] and console == "" and page["charts"] == len(titles)
-    assert not {"reward/maths", "reward/code"} & {*titles, *page["terms"]}
+    assert not {"reward/maths", "reward/code", "entropy/maths"} & {*titles, *page["terms"]}
 
 
 @pytest.mark.slow

@@ -346,7 +346,7 @@
 
   /** One chart for each metric by value of a column, such as reward/maths and reward/code, with a line for each value. */
   function byValue() {
-    const parts = (name) => name.match(/^((?:eval_(?:.*_)?)?(?:reward|frac_reward_zero_std|completions\/mean_length|completions\/clipped_ratio|(?:pass|maj|avg)@\d+))\/(.+)$/);
+    const parts = (name) => name.match(/^((?:eval_(?:.*_)?)?(?:reward|frac_reward_zero_std|entropy|completions\/mean_length|completions\/clipped_ratio|(?:pass|maj|avg)@\d+))\/(.+)$/);
     charts("By source", "", (grid) => groupBy(metrics.filter((name) => !data.metrics[name] && parts(name)), (name) => parts(name)[1]).forEach((names, base) => {
       const lines = () => data.runs.flatMap((run, i) => names.map((name, k) => {
         const { x, y } = points(run, name);
