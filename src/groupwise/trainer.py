@@ -286,7 +286,6 @@ class GRPOTrainer(
             self.logprob_computer, accelerator, args.logprob_mismatch_check, args.logprob_mismatch_steps
         )
         self.router_aux_loss_coef = router_aux_loss_coef(self.model, args)
-        self.may_have_noise = args.disable_dropout  # beside dropout modules, until the first loss
         self.aux_loss_enabled = self.router_aux_loss_coef != 0.0
         self.liger_loss = None
         if args.use_liger_kernel:
@@ -493,6 +492,7 @@ class GRPOTrainer(
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches. A
         # rank receives the lengths of all rows, from which all make the same plan, then the rows of its own.
         computer, budget = self.logprob_computer, self.micro_batch_budget
+        computer.check(self.model_wrapped, weighed[0])  # the first time: its layout is that of the run
         all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
         batches, stats = rebalance(weighed, computer.layout, budget, gather_object, all_to_all)
         # The sequences are packed, if the layout does; None where fewer micro-batches suffice.
@@ -508,9 +508,6 @@ class GRPOTrainer(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of one micro-batch; the losses of a window add up to the loss of the window."""
-        if model.training and self.may_have_noise:
-            self.may_have_noise = False
-            self.check_no_noise(model, inputs)
         if self.liger_loss is not None:
             # Hidden states to the loss inside the head: log-probs (B, T) are never in memory.
             output, aux_loss = self.liger_loss(model, inputs, self.objective_settings)

@@ -91,9 +91,9 @@ RUNS = [
     ),
     *edits_of(
         "policy/layouts/check.py",
-        ("of_row[-1][len(of_row[-1]) // 4 :]", "of_row[-1]", CHECK),
+        ("prompts[-1][len(prompts[-1]) // 4 :]", "prompts[-1]", CHECK),
         ("for row in (2, 1)]", "for row in (1, 1)]", CHECK),
-        ("[torch.cat([more_M, ids]) for ids in of_row[:2]]", "of_row[:2]", CHECK),
+        ("[more + ids for ids in prompts[:2]]", "prompts[:2]", CHECK),
         ("training=not self.random", "training=True", CHECK),
         ("if not rows.moved <= _ALLOWED[rows.dtype][0]", "if False", CHECK),
     ),

@@ -1,6 +1,6 @@
 """Preparation of models: nothing random is left with ``disable_dropout``; checkpointing where there is some.
 
-File: ``policy/loading.py``.
+Files: ``policy/loading.py``, ``policy/layouts/check.py``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from support import runs
-from support.architectures import build
+from support.architectures import build, completions
 
 from groupwise import GRPOConfig
 from groupwise.errors import ConfigError
 from groupwise.policy.introspection import dropout_of_attention
-from groupwise.policy.loading import check_no_noise, disable_dropout, prepare_policy
+from groupwise.policy.layouts.check import RowsAlone, check_forward
+from groupwise.policy.loading import disable_dropout, prepare_policy
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WIDE = {"d_model": 32, "attention_heads": 4, "ffn_dim": 48, "num_layers": 2}
@@ -35,6 +36,10 @@ def logits(model):
     return model(input_ids=IDS, use_cache=False).logits
 
 
+def rows_alone(model):
+    return RowsAlone(model, completions(), dtype=torch.float32, sharded=False)
+
+
 @pytest.mark.parametrize("name", NOISY)
 def test_two_forwards_in_training_mode_are_equal(name):
     model = build(*NOISY[name])
@@ -42,8 +47,9 @@ def test_two_forwards_in_training_mode_are_equal(name):
         assert not torch.equal(logits(model), logits(model))
     disable_dropout(model)
     state = torch.get_rng_state()
-    check_no_noise(model, lambda: logits(model))
-    assert torch.equal(torch.get_rng_state(), state)
+    rows = rows_alone(model)
+    check_forward(rows, has_dropout=False)
+    assert rows.noise == 0 and torch.equal(torch.get_rng_state(), state)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     given = logits(model)
     torch.testing.assert_close(given, logits(model), rtol=0, atol=0)
@@ -56,8 +62,10 @@ def test_noise_that_no_setting_removes_is_refused():
     # Routers that sample experts in training mode, among all within a wide range of the best.
     model = build(transformers.PhimoeConfig, {**EXPERTS, "router_jitter_noise": 10.0})
     disable_dropout(model)
-    with pytest.raises(ConfigError, match=r"differ by .* nats: a part of the model draws random numbers"):
-        check_no_noise(model, lambda: logits(model))
+    rows = rows_alone(model)
+    check_forward(rows, has_dropout=True)
+    with pytest.raises(ConfigError, match=r"differ by .* nats: a part of Phimoe.* draws random numbers"):
+        check_forward(rows, has_dropout=False)
 
 
 def test_the_attention_of_every_name_has_dropout():

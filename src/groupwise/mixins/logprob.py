@@ -20,10 +20,8 @@ from groupwise.core.kl import KL_ESTIMATORS
 from groupwise.core.metrics import Metrics
 from groupwise.core.objectives import ObjectiveSettings
 from groupwise.core.padding import length_mask, pad_sequences
-from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError
-from groupwise.policy.introspection import evaluation_mode, unwrapped
-from groupwise.policy.layouts.padded import compute_padded_logprobs
+from groupwise.policy.introspection import evaluation_mode
 from groupwise.policy.logprob_mismatch import LogprobMismatchCheck
 from groupwise.policy.logprobs import LogprobComputer, model_rows
 from groupwise.policy.reference import Reference
@@ -126,15 +124,6 @@ class LogprobMixin:
         """
         with_aux_loss = self.aux_loss_enabled and model.training  # of the loss alone, not of old log-probs
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
-
-    def check_no_noise(self, model: nn.Module, batch: TokenBatch) -> None:
-        """Check that ``disable_dropout`` leaves nothing random in the forward of training."""
-        from groupwise.policy.loading import check_no_noise
-
-        # Below DDP, which expects a backward pass after each forward; sharded parameters need their wrapper.
-        inner = model if is_sharded(self.accelerator) else unwrapped(model)
-        row, head = batch.select([0]), self.logprob_computer.head
-        check_no_noise(inner, lambda: compute_padded_logprobs(inner, row, head, with_entropy=False).logps_BT)
 
     @torch.no_grad()
     def old_and_ref_logps(

@@ -232,7 +232,7 @@ def make_logprob_computer(
         reentrant=uses_reentrant_checkpoints(config),
         longer=partial(_length_that_matters, policy, config),
     )
-    computer.with_aux_loss = with_aux_loss
+    computer.with_aux_loss, computer.has_dropout = with_aux_loss, not config.disable_dropout
     if config.router_replay != "disabled":
         from groupwise.policy.experts import RouterReplay
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -323,7 +323,7 @@ def _check_checkpointing(model: PreTrainedModel, config: GRPOConfig) -> None:
 def disable_dropout(model: nn.Module) -> None:
     """Set to zero: the probabilities of dropout modules, and numbers of modules named as dropout or jitter.
 
-    What is random beside them is found by :func:`check_no_noise`.
+    What is random beside them is found by the check of the layouts.
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
@@ -331,28 +331,6 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if ("drop" in name or name in _JITTERS) and isinstance(value, float):  # for functional dropout
                 setattr(module, name, 0.0)
-
-
-@torch.no_grad()
-def check_no_noise(model: nn.Module, compute: Callable[[], torch.Tensor]) -> None:
-    """Compare two forward passes in training mode.
-
-    Args:
-        model: the policy, in training mode.
-        compute: returns log-probs of a few tokens.
-
-    Raises:
-        ConfigError: the passes differ.
-    """
-    device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        difference = float((compute() - compute()).abs().max())
-    if difference > 1e-4:  # less is the order in which a device adds
-        raise ConfigError(
-            f"disable_dropout=True, but log-probs of two forward passes in training mode differ by "
-            f"{difference:.2g} nats: a part of the model draws random numbers, as the routers of PhiMoE do; "
-            "set its probability to 0 in the model's config, or disable_dropout=False"
-        )
 
 
 def make_generation_config_savable(model: PreTrainedModel) -> None:

@@ -20,11 +20,7 @@ from torch import nn
 from groupwise.policy.attention import supports_packing
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.introspection import base_model
-from groupwise.policy.layouts.packed import (
-    PackedSequences,
-    compute_packed_logprobs,
-    pack_sequences,
-)
+from groupwise.policy.layouts.packed import compute_packed_logprobs, pack_sequences
 from groupwise.policy.layouts.padded import compute_equal_lengths, compute_padded_logprobs
 from groupwise.records import LogprobOutput, MicroBatch, TokenBatch
 from groupwise.records.fast_paths import FastPath
@@ -76,7 +72,8 @@ class LogprobComputer:
 
     Attributes:
         paths: states of layout and head.
-        fell_back: the check has failed, so that another layout or head was taken during the run.
+        fell_back: the layout failed its check, so that another one was taken.
+        has_dropout: the forward of training may be random; otherwise the check refuses one that is.
         with_aux_loss: training includes the balancing loss of a mixture of experts.
         balance: balancing loss of sums (2E + 1,); None: that of the micro-batch alone.
         replay: ``RouterReplay`` of experts' routing (``router_replay``).
@@ -105,28 +102,41 @@ class LogprobComputer:
         self.other_layouts, self.other_heads = other_layouts, other_heads
         self.reentrant, self.longer = reentrant, longer
         self.fell_back, self.varlen = False, varlen
-        self.with_aux_loss = False
+        self.with_aux_loss, self.has_dropout = False, True
         self.balance: Balance | None = None
         self.replay: Any = None
         self.checked = self.checked_images = False
         self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
 
+    def check(self, model: nn.Module, batch: TokenBatch) -> None:
+        """Compare layout and head with the model's own forward on rows alone, and take those that pass.
+
+        The first call does it, and the first one with images. All ranks make it before a batch is prepared,
+        so that the layout of prepared batches is final.
+
+        Raises:
+            ConfigError: none of the layouts and heads that the settings allow computes the model's log-probs.
+        """
+        with_images = has_images(batch.images)
+        if self.checked and (self.checked_images or not with_images):
+            return
+        from groupwise.policy.layouts.check import choose_way  # once in a run
+
+        choose_way(self, model, batch if batch.contexts is None else model_rows(batch).rows)
+        # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
+        self.checked, self.checked_images = True, with_images or self.layout not in PACKED
+
     def prepare(self, batch: MicroBatch) -> MicroBatch:
         """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
-        packs = self.layout in PACKED and not self.fell_back  # else in the pass, see _pack
         if batch.contexts is not None:
             parts = model_rows(batch)
-            packed = self._pack(parts.rows, parts) if packs else None
-            return replace(batch, packed=replace(parts, packed=packed))
-        return replace(batch, packed=self._pack(batch)) if packs else batch
+            return replace(batch, packed=replace(parts, packed=self._pack(parts.rows, parts)))
+        return replace(batch, packed=self._pack(batch))
 
     def _pack(self, batch: TokenBatch, parts: Any = None) -> Any:
         """Return the rows of ``batch`` in the layout; ``parts``, if given, are those of rollouts."""
-        packed = getattr(batch if parts is None else parts, "packed", None)
-        if isinstance(packed, PackedSequences) and not self.varlen:  # packed before the check failed
-            packed = replace(packed, attention=replace(packed.attention, varlen=None))
-        if packed is not None and not self.fell_back:  # else prepared in the layout that failed
-            return packed
+        if self.layout not in PACKED:
+            return None
         if self.layout == "forked":
             return forked_layout().fork_sequences(batch, whole=self.with_aux_loss)
         if parts is not None and self.layout == "shared_prefix":
@@ -152,7 +162,8 @@ class LogprobComputer:
             return compute_equal_lengths(model, batch, head, **options)
         if not self._supports(model):
             return compute_padded_logprobs(model, batch, head, **options)  # its own balancing loss
-        packed = self._pack(batch, parts)
+        prepared = getattr(batch if parts is None else parts, "packed", None)
+        packed = self._pack(batch, parts) if prepared is None else prepared
         if self.layout != "forked":
             return compute_packed_logprobs(model, batch, packed, head, **options)
         passes = self.largest(packed.num_passes()) if self.largest is not None else 0
@@ -180,28 +191,17 @@ class LogprobComputer:
     def __call__(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool, with_aux_loss: bool = False
     ) -> LogprobOutput:
-        """Compute log-probs (and entropies) of the completion tokens under ``model``.
-
-        The first call compares the layout and the head with the model's own forward on rows alone.
+        """Compute log-probs (and entropies) of the completion tokens under ``model``; see :meth:`check`.
 
         Args:
             with_aux_loss: also return the balancing loss.
 
         Returns:
             log-probs and entropies (B, T), float32.
-
-        Raises:
-            ConfigError: none of the layouts and heads that the settings allow computes the model's log-probs.
         """
         parts = None if batch.contexts is None else model_rows(batch)  # of rollouts of several rows
         batch = batch if parts is None else parts.rows
-        with_images = has_images(batch.images)
-        if not (self.checked and (self.checked_images or not with_images)):
-            from groupwise.policy.layouts.check import choose_way  # once in a run
-
-            choose_way(self, model, batch)
-            # Not earlier: after an out-of-memory error the other ranks still wait in `any_rank`.
-            self.checked, self.checked_images = True, with_images or self.layout not in PACKED
+        self.check(model, batch)
         routing = None if self.replay is None else self.replay.of_batch(batch)
         options: Any = {"with_entropy": with_entropy, "with_aux_loss": with_aux_loss, "routing": routing}
         output = self.balanced(self.compute(model, batch, parts=parts, **options), self.balance)

@@ -177,9 +177,10 @@ def test_the_check_of_rows_with_images_keeps_the_activations_of_one_padded_row()
 
     model.register_forward_pre_hook(begin)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        check = RowsAlone(model, batch, dtype=torch.float32, sharded=False).check(compute)
-    # Two rows alone, one with another token, then pairs: sums of log-probs and gradients are the same.
-    assert not check.problem and len(sizes) == 5 and check.layout[0] < 1e-5 and check.layout[1] < 1e-4
+        problem = RowsAlone(model, batch, dtype=torch.float32, sharded=False).problem(compute)
+    # Two rows alone, one with another token in three passes, then pairs: sums of log-probs and gradients are
+    # the same.
+    assert not problem and len(sizes) == 7
     assert saved[0] < 0.6 * max(sizes)
 
 

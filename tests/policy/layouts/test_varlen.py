@@ -147,7 +147,8 @@ def test_a_kernel_that_fails_the_check_leaves_blocks(kernel, reason, explicit, w
         token_weights_BT=batch.completion_mask_BT, sequence_weight_B1=batch.completion_mask_BT[:, :1],
         advantages_BX=batch.completion_mask_BT[:, :1],
     )  # fmt: skip
-    prepared = computer.prepare(given)  # before the first forward, which checks
+    computer.check(model, given)
+    prepared = computer.prepare(given)
     scores = computer(model, prepared, with_entropy=False)
     assert computer.layout == "shared_prefix" and not computer.varlen and not computer.fell_back
     (path,) = computer.paths[2:]
@@ -155,7 +156,6 @@ def test_a_kernel_that_fails_the_check_leaves_blocks(kernel, reason, explicit, w
     assert "attention is computed in blocks" in caplog.text
     blocks = LogprobComputer("shared_prefix", HEAD)(model, batch, with_entropy=False)
     assert torch.equal(scores.logps_BT, blocks.logps_BT)
-    assert torch.equal(computer(model, prepared, with_entropy=False).logps_BT, blocks.logps_BT)
 
 
 def test_the_reasons_against_the_kernel(monkeypatch):

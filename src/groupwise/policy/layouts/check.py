@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from groupwise.compat.accelerate import is_out_of_memory
+from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.capture import LogprobHead
 from groupwise.policy.introspection import (
@@ -33,6 +35,7 @@ from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import ImageInputs, TokenBatch
 from groupwise.records.fast_paths import FastPath
 from groupwise.records.images import has_images, join_images
+from groupwise.records.tensors import shape_of
 from groupwise.tokenization.images import image_token_id
 
 logger = logging.getLogger(__name__)
@@ -59,18 +62,6 @@ _ALLOWED: dict[torch.dtype, Errors] = {
 }
 
 
-class LayoutCheck(NamedTuple):
-    """Result of :meth:`RowsAlone.check`.
-
-    layout, alone: errors of the layout, and of the model's own forward on each row alone.
-    problem: the errors, if one of the layout is larger than allowed; "": none is.
-    """
-
-    layout: Errors
-    alone: Errors
-    problem: str
-
-
 class RowsAlone:
     """Log-probs of a few rows by the model's own forward, with which layouts are compared.
 
@@ -87,6 +78,7 @@ class RowsAlone:
     Attributes:
         moved: mean change in nats of the log-probs before the last token of a row if that token is another
             one, for a causal model no more than rounding.
+        noise: largest difference in nats of two forwards in training mode.
         random: layouts are compared in evaluation mode, because the forward of training is another one.
         balancing_loss: of the padded model on these rows, if it is compared; see :func:`balancing_loss_of`.
 
@@ -106,7 +98,7 @@ class RowsAlone:
     ) -> None:
         # 3 rows of 32 + 32 tokens, more with images; the first is a neighbour of those that are compared.
         self.rows = probe_rows(batch, image_token_id(base_model(model).config), longer)
-        self.model, self.dtype, self.evaluation = model, dtype, evaluation or sharded
+        self.model, self.dtype = model, dtype
         # Below DDP: it expects a backward pass after each of its forward passes with gradients.
         self.inner = model if sharded else unwrapped(model)
         # Two weights near the input, whose gradients pass all layers, and the vectors of every layer (norms,
@@ -126,35 +118,39 @@ class RowsAlone:
         self.exact, own = ((F.pad(of[0].flip(0), (0, 0, 1, 0)), of[1]) for of in (exact, plain))
         self.alone = self._errors(own)
         self.balancing_loss: torch.Tensor | None = None
-        self.random, self.moved = self._change_last(each[1], plain[0][1:])
+        trained_1T, again_1T, evaluated_1T = self._with_another_end(each[1])
+        plain_1T = plain[0][1:, : trained_1T.shape[1]]
+        self.moved = (evaluated_1T - plain_1T).abs().mean().item()
+        self.noise = (trained_1T - again_1T).abs().max().item()
+        # Dropout of an adapter that adds 0 yet is in its gradient alone.
+        parts = self.inner.modules()
+        dropout = any("Dropout" in type(part).__name__ and getattr(part, "p", 0) for part in parts)
+        same = (trained_1T - plain_1T).abs().mean().item() <= _ALLOWED[dtype][0]
+        self.random = evaluation or sharded or dropout or not same
 
-    def _change_last(self, row: TokenBatch, logps_1T: torch.Tensor) -> tuple[bool, float]:
-        """Compute a row with another last token, in training mode and, if that differs, in evaluation mode.
+    def _with_another_end(self, row: TokenBatch) -> list[torch.Tensor]:
+        """Compute the log-probs (1, T - 1) before the last token of a row if that is another one.
 
         Returns:
-            True if the forward of training is another one, as with dropout; change of the log-probs before.
+            those of two forwards in training mode and of one in evaluation mode, whatever the rows.
         """
-        width = row.completion_ids_BT.shape[1]
         last_1 = row.completion_ids_BT[:, -1]
         others = row.completion_ids_BT[0]
         other = others[(others != last_1).long().argmax()]  # the same one where all tokens are equal
         changed = replace(
             row, completion_ids_BT=torch.cat([row.completion_ids_BT[:, :-1], other.view(1, 1)], 1)
         )
-        moved = 0.0
-        # Dropout of an adapter that adds 0 yet is in its gradient alone.
-        parts = self.inner.modules()
-        random = any("Dropout" in type(part).__name__ and getattr(part, "p", 0) for part in parts)
-        for training in (False,) if self.evaluation or random else (True, False):
+        logps: list[torch.Tensor] = []
+        for training, times in ((True, 2), (False, 1)):
             with _mode(self.model, training), torch.no_grad():
-                now_1T = _alone(self.inner, changed)
-            moved = (now_1T - logps_1T[:, :width])[:, :-1].abs().mean().item()
-            if moved <= _ALLOWED[self.dtype][0]:
-                return not training, moved
-        return True, moved
+                logps += [_alone(self.inner, changed)[:, :-1] for _ in range(times)]
+        return logps
 
-    def check(self, compute: ComputeLogps) -> LayoutCheck:
-        """Compare ``compute`` with the rows alone, in the mode that trains, with its gradient checkpoints."""
+    def problem(self, compute: ComputeLogps) -> str:
+        """Return the errors of ``compute`` if one is larger than allowed; "": it computes the rows alone.
+
+        They are compared in the mode that trains, with its gradient checkpoints.
+        """
         images = has_images(self.rows.images)  # whole prompts: the activations of a pair of rows at a time
         pairs = [self.rows.select([0, 1]), self.rows.select([2])]
         with _mode(self.model, training=not self.random):
@@ -163,13 +159,13 @@ class RowsAlone:
             _FACTOR * own + beyond for own, beyond in zip(self.alone, _ALLOWED[self.dtype], strict=True)
         ]
         if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # False for NaN
-            return LayoutCheck(errors, self.alone, "")
+            return ""
         logps, gradient = (
             f"{error:.2g} (rows alone: {theirs:.2g}, allowed: {most:.2g})"
             for error, theirs, most in zip(errors, self.alone, allowed, strict=True)
         )
         found = f"their mean error in nats is {logps}, and the relative error of a gradient {gradient}"
-        return LayoutCheck(errors, self.alone, f"on {self.num_tokens} tokens in {self.dtype} {found}")
+        return f"on {self.num_tokens} tokens in {self.dtype} {found}"
 
     def _measure(self, compute: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
@@ -191,17 +187,27 @@ class RowsAlone:
         return of_logps.item(), ((gradient - true_gradient).norm() / norm).item()
 
 
-def check_causal(rows: RowsAlone) -> None:
-    """Refuse a model whose later tokens change earlier log-probs.
+def check_forward(rows: RowsAlone, *, has_dropout: bool) -> None:
+    """Refuse a model whose later tokens change earlier log-probs, and random numbers besides dropout.
+
+    Args:
+        has_dropout: False: ``disable_dropout`` must leave nothing random.
 
     Raises:
-        ConfigError: it is one; the message has the change.
+        ConfigError: the message has the change.
     """
+    name = type(base_model(rows.model)).__name__
     if not rows.moved <= _ALLOWED[rows.dtype][0]:  # NaN exceeds every number
         raise ConfigError(
             f"the last token of a row changes the log-probs before it by {rows.moved:.2g} nats: "
-            f"{type(base_model(rows.model)).__name__} does not attend causally, so that a completion is not "
+            f"{name} does not attend causally, so that a completion is not "
             "sampled from the log-probs that it is trained with; use a causal language model"
+        )
+    if not has_dropout and rows.noise > 1e-4:  # less is the order in which a device adds
+        raise ConfigError(
+            f"disable_dropout=True, but log-probs of two forward passes in training mode differ by "
+            f"{rows.noise:.2g} nats: a part of {name} draws random numbers, as the routers of PhiMoE do; "
+            "set its probability to 0 in the model's config, or disable_dropout=False"
         )
 
 
@@ -237,52 +243,37 @@ def probe_rows(batch: TokenBatch, image_token: int | None = None, longer: int = 
     Args:
         longer: number of tokens that the second row passes in its completion; 0: all are short.
     """
-    inputs, whole = batch.images or (ImageInputs(),) * len(batch), list(range(len(batch)))
-    if batch.images is not None:  # only then lengths are read: text does not wait for them
-        lengths = batch.prompt_mask_BL.sum(-1).tolist()
-        whole = [row for row, length in enumerate(lengths) if inputs[row].end < length]
-    rows = sorted(whole or range(len(batch)), key=lambda row: not inputs[row].arrays)
-    last = len(rows) - 1
-    few = batch.select([rows[0], rows[min(1, last)], rows[last]])  # of one row three: equally many forwards
-    images = few.images if whole else None
-    few = few.shortened(few.prompt_ids_BL.shape[1] if has_images(images) else _TOKENS, _TOKENS)
-    prompt_mask_BL, mask_BT = few.prompt_mask_BL.bool(), few.completion_mask_BT.bool()
-    # All real tokens of these rows, flat.
-    found = torch.cat([few.prompt_ids_BL[prompt_mask_BL], few.completion_ids_BT[mask_BT]])
-    found = found if image_token is None else found[found != image_token]
-    step_T = torch.arange(_TOKENS, device=found.device)
-    row_B1 = torch.arange(len(few), device=found.device).unsqueeze(1)
-    filler_BT = found[(step_T * (2 * row_B1 + 1) + row_B1) % len(found)]  # in another order in every row
-    missing = _TOKENS - mask_BT.shape[1]
-    ids_BT = torch.where(F.pad(mask_BT, (0, missing)), F.pad(few.completion_ids_BT, (0, missing)), filler_BT)
-    lengths_BT = (step_T < _TOKENS - 3 * row_B1).long()  # 32, 29 and 26 tokens  # (B, T), T = 32
-    prompts = list(zip(few.prompt_ids_BL, prompt_mask_BL, strict=True))
-    group_ids_B = few.group_ids_B
+    shape, device = shape_of(batch), batch.completion_ids_BT.device
+    inputs = batch.images or (ImageInputs(),) * len(batch)
+    whole = [row for row in range(len(batch)) if inputs[row].end < shape.prompts[row]]
+    order = sorted(whole or range(len(batch)), key=lambda row: not inputs[row].arrays)
+    rows = [order[0], order[min(1, len(order) - 1)], order[-1]]  # of one row three: equally many forwards
+    images = tuple(inputs[row] for row in rows) if whole and batch.images is not None else None
+    most = batch.prompt_ids_BL.shape[1] if has_images(images) else _TOKENS
+    prompts = [batch.prompt_ids_BL[row, -min(shape.prompts[row], most) :].tolist() for row in rows]
+    completions = [batch.completion_ids_BT[row, :_TOKENS][: shape.completions[row]].tolist() for row in rows]
+    found = [token for ids in (*prompts, *completions) for token in ids if token != image_token]
+    for row, ids in enumerate(completions):  # continued in another order in every row
+        ids += [found[(step * (2 * row + 1) + row) % len(found)] for step in range(len(ids), _TOKENS)]
+    mask_BT = length_mask([_TOKENS, _TOKENS - 3, _TOKENS - 6], _TOKENS, device=device)  # (B, T), T = 32
+    groups = batch.group_ids_B[rows]
     if not has_images(images):
-        of_row = [ids_L[mask_L] for ids_L, mask_L in prompts]  # (L_i,) each
         # The last prompt loses a quarter, from the left: whatever the batch, some row is padded.
-        of_row[-1] = of_row[-1][len(of_row[-1]) // 4 :]
-        group_ids_B = 2 * group_ids_B + (row_B1.squeeze(1) == len(few) - 1)
-        if longer:
-            # The completion of the second row, which is compared, passes this length, as does that of its
-            # neighbour before it; the last row stays short. Rows of one group keep one prompt.
-            more = max(longer - _TOKENS // 4 - len(of_row[1]), 0)
-            more_M = found[torch.arange(more, device=found.device) % len(found)]
-            of_row[:2] = [torch.cat([more_M, ids]) for ids in of_row[:2]]
-        width = max(map(len, of_row))
-        prompts = [
-            (F.pad(ids, (width - len(ids), 0)), F.pad(torch.ones_like(ids), (width - len(ids), 0)))
-            for ids in of_row
-        ]
-    prompt_ids_BL, prompt_mask_BL = (torch.stack(parts).long() for parts in zip(*prompts, strict=True))
+        prompts[-1] = prompts[-1][len(prompts[-1]) // 4 :]
+        groups = 2 * groups + torch.tensor([0, 0, 1], device=device)
+        # The completion of the second row, which is compared, passes this length, as does that of its
+        # neighbour before it; the last row stays short. Rows of one group keep one prompt.
+        more = [found[i % len(found)] for i in range(longer - _TOKENS // 4 - len(prompts[1]))]
+        prompts[:2] = [more + ids for ids in prompts[:2]]
+    prompt_ids_BL = pad_sequences(prompts, found[0], left=True, device=device)
     return TokenBatch(
         prompt_ids_BL=prompt_ids_BL,
-        prompt_mask_BL=prompt_mask_BL,
-        completion_ids_BT=ids_BT,
-        completion_mask_BT=lengths_BT,
-        loss_mask_BT=lengths_BT * (row_B1 > 0),
-        group_ids_B=group_ids_B,
-        old_logps_BT=torch.full(ids_BT.shape, torch.nan, device=ids_BT.device),
+        prompt_mask_BL=length_mask([*map(len, prompts)], prompt_ids_BL.shape[1], left=True, device=device),
+        completion_ids_BT=torch.tensor(completions, device=device),
+        completion_mask_BT=mask_BT,
+        loss_mask_BT=mask_BT * torch.tensor([[0], [1], [1]], device=device),
+        group_ids_B=groups,
+        old_logps_BT=torch.full(mask_BT.shape, torch.nan, device=device),
         sampler=batch.sampler,
         images=images,
     )
@@ -419,13 +410,13 @@ def choose_way(computer: Any, model: nn.Module, batch: TokenBatch) -> None:
     except Exception as error:  # a model that does not run in float32, or not on a row alone
         cause = _unless_out_of_memory(error)
     else:
-        check_causal(alone)
+        check_forward(alone, has_dropout=computer.has_dropout)
         alone.balancing_loss = balancing_loss_of(alone, computer.head) if computer.with_aux_loss else None
     first = Way(computer.layout, computer.head.name, computer.varlen)
-    layouts = (first.layout,) if computer.checked else (first.layout, *computer.other_layouts)
-    heads = (first.head,) if computer.checked else (first.head, *computer.other_heads)
+    pairs = product((first.layout, *computer.other_layouts), (first.head, *computer.other_heads))
     # The chosen layout with its kernel, then without; then the others, each with every head.
-    for way in [first] * first.varlen + [Way(layout, head) for layout in layouts for head in heads]:
+    ways = [first] * first.varlen + [Way(*pair) for pair in pairs]
+    for way in ways[:1] if computer.checked else ways:
         _use(computer, way)
         message, cause = _failure(computer, alone, cause)
         # Images of other ranks may come earlier than the first ones here: no collective then.
@@ -460,8 +451,8 @@ def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, E
         if alone is None:  # nothing to compare with: padded sequences are what every model takes
             assert computer.layout == "padded", cause
             return "", None
-        check = alone.check(lambda m, rows: computer.compute(m, rows, with_entropy=False).logps_BT)
-        if not check.problem and alone.balancing_loss is not None and computer.layout != "padded":
+        problem = alone.problem(lambda m, rows: computer.compute(m, rows, with_entropy=False).logps_BT)
+        if not problem and alone.balancing_loss is not None and computer.layout != "padded":
             # A padded batch has the loss of transformers itself; the other layouts make it of their sums.
             options: Any = {"with_entropy": False, "with_aux_loss": True}
             own = computer.balanced
@@ -469,7 +460,7 @@ def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, E
     except Exception as error:  # the layout's forward of an unknown model, in any way
         cause = cause or _unless_out_of_memory(error)
         return f"cannot be checked: {type(cause).__name__}: {cause}", cause
-    return check.problem and f"does not reproduce this model's log-probs: {check.problem}", None
+    return problem and f"does not reproduce this model's log-probs: {problem}", None
 
 
 def _report(computer: Any, first: Way, way: Way, reason: str) -> None:
