@@ -43,8 +43,8 @@ WAITS = {
     "hf/base.py": 11,
     "mixins/loss.py": 2,
     "policy/heads/capture.py": 1,
-    "policy/introspection.py": 5,  # once in a run: plain forwards of both checks
-    "policy/layouts/check.py": 12,  # once in a run
+    "policy/introspection.py": 7,  # once in a run: plain forwards of both checks
+    "policy/layouts/check.py": 15,  # once in a run
     "policy/logprob_mismatch.py": 4,
     "records/tensors.py": 16,  # 3 of them lengths: of two micro-batches, and of the layout check
 }
