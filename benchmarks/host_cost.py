@@ -129,29 +129,35 @@ def tokenizer() -> Any:
 
 def resident() -> int:
     """Return the resident bytes of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    with open("/proc/self/smaps_rollup") as file:  # statm counts some pages later
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Rss:"))
 
 
 class Clock:
-    """Processor time and resident bytes per token of each phase, from :meth:`start` on."""
+    """Processor time and resident bytes per token of each phase, from now or :meth:`start` on."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.start_bytes = num_tokens, resident()
         self.phases, self.memory = dict[str, float](), dict[str, float]()
+        self.reset_peak()
 
     def start(self) -> None:
         self.start_bytes = resident()
 
-    def phase(self, name: str, run: Callable[[], Any]) -> Any:
+    def phase(self, name: str, run: Callable[..., Any], *given: Any) -> Any:
         before = time.process_time()
-        result = run()
+        result = run(*given)
         self.phases[name] = (time.process_time() - before) / self.num_tokens * 1e6
         self.memory[name] = (resident() - self.start_bytes) / self.num_tokens
         return result
 
+    def reset_peak(self) -> None:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
     def peak(self) -> float:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        most = max(most, resident())  # the first counts some pages later
         return (most - self.start_bytes) / self.num_tokens
 
     def results(self) -> dict[str, Any]:
@@ -164,6 +170,16 @@ class Clock:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Return µs and bytes per token by phase, and the longest stall of the main thread in ms."""
+    text = response(given.length, given.group, given.candidates, given.mask)
+    short = argparse.Namespace(**{**vars(given), "completions": 8, "length": 100, "group": 1})
+    with serving(response(100, 1, given.candidates, given.mask)) as url:
+        measure_phases(short, url)  # the first call of each phase imports and initialises what it needs
+    with serving(text) as url:
+        results = measure_phases(given, url)
+    return {"response bytes per token": len(text) / given.group / given.length, **results}
+
+
+def measure_phases(given: argparse.Namespace, url: str) -> dict[str, Any]:
     import torch
 
     from groupwise.generation.vllm.base import Request
@@ -178,6 +194,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     shared = {
         "args": SimpleNamespace(**args, chat_template_kwargs={}),
         "accelerator": SimpleNamespace(device=torch.device("cpu"), process_index=0),
+        "metrics_column": "",
         "processing_class": tokenizer(),
     }
     of_rollouts, of_logprobs = RolloutMixin(), LogprobMixin()
@@ -185,62 +202,81 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     vars(of_logprobs).update(shared)
     num_requests = given.completions // given.group
     num_tokens = num_requests * given.group * given.length
+    stalls: list[tuple[float, float]] = []  # seconds, and processor time of the client in them
+    servers = VLLMServers([url], timeout=600, run_id="run")
+    servers.steps = [0]
+    params = {"n": given.group, "max_tokens": given.length, "logprobs": given.candidates}
     clock = Clock(num_tokens)
     phase = clock.phase
-    stalls: list[tuple[float, float]] = []  # seconds, and processor time of the client in them
-    text = response(given.length, given.group, given.candidates, given.mask)
-    warm_up = response(100, 1, given.candidates, given.mask)
-    with serving(text) as url, serving(warm_up) as other:
-        for address in (other, url):  # the first request imports what httpx needs
-            servers = VLLMServers([address], timeout=600, run_id="run")
-            servers.steps = [0]
-            if address == other:
-                params = {"n": 1, "max_tokens": 100, "logprobs": given.candidates}
-                servers.submit(Request([5, 6], range(1), 0, 100), params).result()
-                servers.close()
-        clock.start()
-        params = {"n": given.group, "max_tokens": given.length, "logprobs": given.candidates}
 
-        def receive() -> list[Any]:
-            futures = [
-                servers.submit(Request([5, 6], range(given.group), 0, given.length), params)
-                for _ in range(num_requests)
-            ]
-            waiting = threading.Event()
-            (client,) = [one.ident for one in threading.enumerate() if one.name == "vllm-client"]
-            of_client = time.pthread_getcpuclockid(client)
-            last, busy = time.perf_counter(), time.clock_gettime(of_client)
-            while not all(future.done() for future in reversed(futures)):  # ends at the first that is not
-                waiting.wait(0.002)
-                now, used = time.perf_counter(), time.clock_gettime(of_client)
-                stalls.append((now - last - 0.002, used - busy))
-                last, busy = now, used
-            return [one for future in futures for one in future.result()]
+    def receive() -> list[Any]:
+        futures = [
+            servers.submit(Request([5, 6], range(given.group), 0, given.length), params)
+            for _ in range(num_requests)
+        ]
+        waiting = threading.Event()
+        (client,) = [one.ident for one in threading.enumerate() if one.name == "vllm-client"]
+        of_client = time.pthread_getcpuclockid(client)
+        last, busy = time.perf_counter(), time.clock_gettime(of_client)
+        while not all(future.done() for future in reversed(futures)):  # ends at the first that is not
+            waiting.wait(0.002)
+            now, used = time.perf_counter(), time.clock_gettime(of_client)
+            stalls.append((now - last - 0.002, used - busy))
+            last, busy = now, used
+        return [one for future in futures for one in future.result()]
 
-        completions = phase("receive, parse, check", receive)
-        servers.close()
+    completions = phase("receive, parse, check", receive)
+    servers.close()
     rows = [{"prompt": "word5 word6"}] * len(completions)
     request = RolloutRequest(rows, given.group)
     prompt_ids = [[5, 6]] * len(rows)
-    rollouts = phase("decode", lambda: of_rollouts.make_rollouts(request, prompt_ids, completions))
-    arguments = phase("rewards", lambda: reward_arguments(rollouts))
-    del arguments
-    phase("metrics", lambda: rollout_metrics(rollouts, 0))
-    tokens = phase("collate", lambda: of_logprobs.collate(rollouts))
+    rollouts = phase("decode", of_rollouts.make_rollouts, request, prompt_ids, completions)
+    del completions
+    phase("rewards", reward_arguments, rollouts)
+    phase("metrics", rollout_metrics, rollouts, 0)
+    tokens = phase("collate", of_logprobs.collate, rollouts)
     assert int(tokens.loss_mask_BT.sum()) == num_tokens
-    peak = clock.peak()
-    results = clock.results()
-    if given.files:
-        results |= {"files": measure_files(clock, rollouts, tokens, given.group)}
-    return {
-        "response bytes per token": len(text) / given.group / given.length,
-        **results,
-        "peak bytes per token": peak,
+    found = {
+        "peak bytes per token": clock.peak(),
         "longest stall ms": 1e3 * max(stalls)[0],
         "five longest stalls ms": [1e3 * stall for stall, _ in sorted(stalls)[-5:]],
         "processor ms of the client in them": [1e3 * used for _, used in sorted(stalls)[-5:]],
         "longest stall in processor ms of the client": 1e3 * max(min(pair) for pair in stalls),
     }
+    if given.files:
+        found["files"] = measure_files(clock, rollouts, tokens, given.group)
+    clock.reset_peak()
+    window = micro_batches(tokens)
+    del tokens, rollouts  # as in the trainer, where a buffer has the window alone
+    batches = phase("rebalance", rebalanced, window, given.length)
+    assert sum(int(batch.loss_mask_BT.sum()) for batch in batches) == num_tokens
+    return {**clock.results(), **found, "peak bytes per token of rebalancing": clock.peak()}
+
+
+def micro_batches(tokens: Any, rows: int = 8) -> list[Any]:
+    """Return a window of micro-batches in which every row has an advantage."""
+    import torch
+
+    from groupwise.records import Experience, MicroBatch, OldAndRefLogps
+
+    logps = OldAndRefLogps(tokens.old_logps_BT, None)
+    return [
+        MicroBatch(
+            **vars(part),
+            token_weights_BT=part.loss_mask_BT.float(),
+            entropy_mask_BT=part.loss_mask_BT,
+            sequence_weight_B1=torch.ones(len(part), 1),
+        )
+        for part in Experience.from_tokens(tokens, torch.ones(len(tokens)), logps).split(rows)
+    ]
+
+
+def rebalanced(window: list[Any], length: int) -> list[Any]:
+    from groupwise.data.budget import MicroBatchBudget
+    from groupwise.data.rebalancing import rebalance
+
+    budget = MicroBatchBudget(False, len(window[0]), length, skip_zero_advantage=True)
+    return [batch for batch in rebalance(window, "packed", budget)[0] if batch is not None]
 
 
 def measure_files(clock: Clock, rollouts: Any, tokens: Any, group: int) -> dict[str, float]:

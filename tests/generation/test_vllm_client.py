@@ -16,6 +16,7 @@ import tracemalloc
 from functools import partial
 
 import httpx
+import numpy as np
 import pytest
 from support.fakes.fake_vllm import GENERATE, FakeVLLM
 
@@ -72,7 +73,8 @@ def answer(candidates: bool, lengths=(700, 3, 0, 1), **form) -> tuple[dict, byte
         mask = (
             [[one["token_id"] for one in entry["top_logprobs"]] for entry in entries] if candidates else None
         )
-        choices.append({"index": index, "note": '"},{"', "logprobs": {"content": entries}, "token_ids": [1]})
+        ids = [one["token_id"] for one in entries]
+        choices.append({"index": index, "note": '"},{"', "token_ids": ids, "logprobs": {"content": entries}})
         choices[-1]["sampling_mask"] = mask
     response = {"request_id": '"content":[{ ]}]} },{', "choices": choices, "prompt_token_ids": None}
     return response, json.dumps(response, **form).encode()
@@ -91,7 +93,9 @@ def test_the_numbers_of_a_response_are_those_of_its_parts(candidates, part):
         content = choice["logprobs"].pop("content")
         found = reader.entries(left["logprobs"].pop("content"))
         assert found.ids.tolist() == [one["token_id"] for one in content]
-        assert found.logps.tolist() == [one["logprob"] for one in content]
+        assert found.ids == reader.entries(left.pop("token_ids"), client_module._IDS).ids
+        assert choice.pop("token_ids") == found.ids.tolist()
+        assert found.logps.tolist() == np.float32([one["logprob"] for one in content]).tolist()
         tops = [[one["token_id"] for one in entry["top_logprobs"]] for entry in content if candidates]
         assert found.counts.tolist() == [*map(len, tops)] and found.kept.tolist() == flat(tops)
         assert found.kept.tolist() == flat(choice["sampling_mask"] or []) or not candidates
@@ -99,7 +103,7 @@ def test_the_numbers_of_a_response_are_those_of_its_parts(candidates, part):
         assert found.counts.tolist() == [*map(len, choice["sampling_mask"] or [])]
         assert found.kept.tolist() == flat(choice.pop("sampling_mask") or [])
         assert left == choice
-    assert len(reader.lists) == 3 * (1 + candidates)  # of lengths 700, 3 and 1: an empty list stays
+    assert len(reader.lists) == 3 * (2 + candidates)  # of lengths 700, 3 and 1: an empty list stays
     assert largest < 600 + part + 220  # an entry at most stays undecoded
 
 
@@ -159,8 +163,20 @@ def test_a_response_is_not_held(servers):
 
 
 def test_equal_token_ids_of_samples_are_one_object():
-    made = [make_completion([int("31999")] * 2, [-1.0, -1.0], "stop", [1, 1], None) for _ in range(2)]
+    made = [make_completion([int("31999")] * 2, [-1.0, -1.0], "stop", [(1, 2)], None) for _ in range(2)]
     assert len({id(token) for completion in made for token in completion.token_ids}) == 1
+
+
+def test_a_sampled_token_has_twelve_bytes_of_ids_and_log_probs_and_one_version_is_one_number():
+    logps = np.float32([-0.1, -9999.0, -0.3]).tolist()  # of vLLM: float32, printed exactly
+    one, two = (
+        make_completion([5, 6, 7], logps, "stop", runs, None) for runs in ([(4, 3)], [(3, 1), (4, 2)])
+    )
+    assert one.versions == [4, 4, 4] and two.versions == [3, 4, 4]
+    assert one.logps[::2] == logps[::2] and math.isnan(one.logps[1])
+    many = make_completion([5] * 1001, [-1.0] * 1001, "stop", [(4, 1001)], None)
+    assert many.token_ids.__sizeof__() - [].__sizeof__() == 8 * 1001  # without room for more
+    assert vars(many)["logps"].itemsize == 4 and vars(many)["versions"].strides == (0,)
 
 
 def test_a_server_that_reports_no_weights_of_tokens_is_asked_for_its_own(servers, fake):
@@ -302,7 +318,8 @@ BAD_ANSWERS = {
     "a choice that is none": (lambda answer: {"choices": [None, None]}, "TypeError"),
     "no log-probs": (in_choice("logprobs", lambda old: None), "TypeError"),
     "no entries": (in_choice("logprobs", lambda old: {"content": None}), "ValidationError.*got `null`"),
-    "an entry that is none": (in_choice("logprobs", lambda old: {"content": [3]}), "IndexError"),
+    "an entry that is none": (in_choice("logprobs", lambda old: {"content": [3]}), "ValidationError"),
+    "a string as entry": (in_choice("logprobs", lambda old: {"content": ["9"]}), "IndexError"),
     "lists as entries": (in_choice("logprobs", lambda old: {"content": [[0, 9]]}), "ValidationError"),
     "one log-prob less": (
         in_choice("logprobs", lambda old: {"content": old["content"][:-1]}),

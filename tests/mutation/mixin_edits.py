@@ -139,8 +139,8 @@ MIXINS = [
         ("if any(dropped) else None", "if all(dropped) else None"),
         ("pad_sequences(logps, math.nan,", "pad_sequences(logps, 0.0,"),
         ("[row // rollouts.num_generations for row", "[row for row"),
-        ("completion.truncated and masks_truncated", "masks_truncated"),
-        ("completion.loss_mask or [1]", "[1]"),
+        ("each.truncated and masks_truncated", "masks_truncated"),
+        ("each.loss_mask or [1]", "[1]"),
         (
             "if any(completion.logps is not None for",
             "if all(completion.logps is not None for",

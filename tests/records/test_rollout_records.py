@@ -10,6 +10,7 @@ from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from support.batches import token_batch
 from support.serialization import reloaded
@@ -92,6 +93,9 @@ def test_numbers_of_a_completion_are_lists_for_readers_and_arrays_in_memory(tmp_
     # What files contain: lists.
     assert vars(host_copy(packed)) == vars(host_copy(Completion([5, 6], **given)))
     assert reloaded(packed) == packed and replace(packed, truncated=True).logps == given["logps"]
+    of_one_step = replace(packed, versions=np.broadcast_to(np.int32(3), 2))
+    assert of_one_step.versions == [3, 3] and type(of_one_step.versions[0]) is int
+    assert reloaded(of_one_step) == pickle.loads(pickle.dumps(of_one_step)) == of_one_step
 
 
 def test_padded_log_probs_are_read_without_lists(monkeypatch):

@@ -29,7 +29,7 @@ def pad_sequences(
     width = max([len(sequence) for sequence in sequences] + [1])
     if multiple_of:
         width = -(-width // multiple_of) * multiple_of
-    code, of_code = ("d", torch.float64) if dtype.is_floating_point else ("q", torch.int64)
+    code, of_code = ("f", torch.float32) if dtype.is_floating_point else ("q", torch.int64)
     # (B, T), built on the host: one transfer instead of B.
     padded = torch.full((len(sequences), width), value, dtype=dtype)
     for row, sequence in zip(padded, sequences, strict=True):

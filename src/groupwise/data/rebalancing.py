@@ -177,14 +177,13 @@ def rebalance(
     mine = planned[budget.rank]
     batch = batch.with_fields(rows.fields)  # log-probs of a separate sampler, which only other ranks have
     kept = sorted(row for part in mine for row in part)
-    if budget.world_size == 1:
-        received = batch.select(kept) if kept else None  # as exchange returns them
-    else:
+    received: MicroBatch | None = batch  # with one rank no copy: rows keep their places
+    place = {row: index for index, row in enumerate(kept if budget.world_size > 1 else range(len(batch)))}
+    if budget.world_size > 1:
         held = [rows.of_rank(rank) for rank in range(budget.world_size)]
         received = exchange(batch, held, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
     shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
-    place = {row: index for index, row in enumerate(kept)}  # in ``received``
     batches = [
         received.select([place[row] for row in part])
         if part and received is not None

@@ -62,12 +62,12 @@ class LogprobMixin:
         prompt_lengths, lengths = [*map(len, rollouts.prompt_ids)], [*map(len, token_ids)]
         first_row = self.accelerator.process_index * len(rollouts)  # of this rank in the global batch
         masks_truncated = self.args.mask_truncated_completions
-        loss_masks = [
-            [0] * lengths[row]
-            if completion.dropped or (completion.truncated and masks_truncated)
-            else completion.loss_mask or [1] * lengths[row]
-            for row, completion in enumerate(completions)
-        ]
+        masked = [each.dropped or (each.truncated and masks_truncated) for each in completions]
+        with_loss = [0 if is_masked else length for length, is_masked in zip(lengths, masked, strict=True)]
+        loss_mask_BT = length_mask(with_loss, completion_ids_BT.shape[1], device=device)
+        if any(completion.loss_mask for completion in completions):  # tokens of tools and environments
+            own = [each.loss_mask or [1] * len(each.token_ids) for each in completions]
+            loss_mask_BT *= pad_sequences(own, 0, **pad)
         groups = [row // rollouts.num_generations for row in range(first_row, first_row + len(rollouts))]
         dropped = [completion.dropped for completion in completions]
         sampler_logps_BT = None  # without a separate sampler, which the loss would correct for
@@ -89,7 +89,7 @@ class LogprobMixin:
             prompt_mask_BL=length_mask(prompt_lengths, prompt_ids_BL.shape[1], left=True, device=device),
             completion_ids_BT=completion_ids_BT,
             completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
-            loss_mask_BT=pad_sequences(loss_masks, 0, **pad),
+            loss_mask_BT=loss_mask_BT,
             group_ids_B=torch.tensor(groups, device=device),
             old_logps_BT=torch.full(completion_ids_BT.shape, math.nan, device=device),
             sampler_logps_BT=sampler_logps_BT,

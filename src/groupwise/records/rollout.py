@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from groupwise.core.metrics import Metrics
@@ -40,14 +41,14 @@ def runs_of_ones(mask: Sequence[int]) -> tuple[Span, ...]:
 
 
 class _Numbers:
-    """Field that reads as a list of numbers, and keeps an array that it was given: 8 bytes each, not 32."""
+    """Field that reads as a list of numbers, and keeps an array that it was given: 4 bytes each, not 32."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, record: Any, owner: type | None = None) -> Any:
         value = None if record is None else vars(record)[self.name]  # None: the default of the field
-        return value.tolist() if isinstance(value, array) else value
+        return value.tolist() if isinstance(value, array | np.ndarray) else value
 
     def __set__(self, record: Any, value: Any) -> None:
         vars(record)[self.name] = value

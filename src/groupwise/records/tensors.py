@@ -145,13 +145,12 @@ class TokenBatch(WithoutKeys):
     def select(self, rows: Sequence[int]) -> Self:
         """Select rows, without all-padding columns."""
         index = torch.tensor(list(rows), device=self.completion_ids_BT.device)
-        part: dict[str, Any] = {
-            name: value[index] if isinstance(value, torch.Tensor) else tuple(value[row] for row in rows)
-            for name, value in self.row_fields().items()
-        }
-        masks = part["prompt_mask_BL"], part["completion_mask_BT"]
+        masks = self.prompt_mask_BL[index], self.completion_mask_BT[index]
         longest = torch.stack([mask.sum(-1).max() for mask in masks]).clamp(min=1)  # (2,): one read
-        return self._replace(**part).shortened(*longest.tolist())
+        names = self.row_fields().keys() - self.tensors().keys()
+        lists: dict[str, Any] = {name: tuple(getattr(self, name)[row] for row in rows) for name in names}
+        part = self._replace(**lists).shortened(*longest.tolist())  # views: the columns are not copied
+        return part._replace(**{name: tensor[index] for name, tensor in part.tensors().items()})
 
     def with_fields(self, names: Collection[str]) -> Self:
         """Set those of these fields that are None to their fill value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -210,10 +210,13 @@ def rollout_metrics(rollouts: RolloutBatch, step: int) -> Metrics:
             metrics[f"completions/mean_{kind}"] = Mean(float(sum(values)), float(len(values)))
             metrics[f"completions/min_{kind}"] = Min(float(min(values)))
             metrics[f"completions/max_{kind}"] = Max(float(max(values)))
-    behind = [step - version for c in completions for version in c.versions or ()]
-    if behind:
-        metrics["staleness"] = Mean(float(sum(behind)), float(len(behind)))
-        metrics["staleness/max"] = Max(float(max(behind)))
+    num_sampled = Counter[int]()  # tokens by the version of the weights
+    for completion in completions:
+        num_sampled.update(completion.versions or ())
+    if num_sampled:
+        behind = sum((step - version) * count for version, count in num_sampled.items())
+        metrics["staleness"] = Mean(float(behind), float(num_sampled.total()))
+        metrics["staleness/max"] = Max(float(step - min(num_sampled)))
     return {**metrics, **rollouts.metrics}
 
 

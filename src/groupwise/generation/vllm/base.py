@@ -135,22 +135,26 @@ def make_completion(
     token_ids: Sequence[int],
     logps: Sequence[float],
     finish_reason: str,
-    versions: Iterable[int],
+    versions: Sequence[tuple[int, int]],
     sampling_mask: SamplingMask | None,
 ) -> Completion:
     """Return the record of a sample, from processed log-probs.
 
     Args:
-        token_ids, logps, versions: one entry per sampled token.
+        token_ids, logps: one entry per sampled token.
+        versions: optimizer steps of the weights, each with the number of tokens that they sampled in a row.
         finish_reason: "length" if the limit ended the sample, else "stop".
         sampling_mask: of its positions; None: not requested.
     """
-    logps_T = np.asarray(logps, dtype=np.float64)
+    logps_T = np.asarray(logps, dtype=np.float32)  # as vLLM computes them
+    steps, lengths = np.array(versions, dtype=np.int32).T
+    # Weights of one step, the usual case, are one number however many tokens they sampled.
+    versions_T = np.broadcast_to(steps, lengths) if len(steps) == 1 else np.repeat(steps, lengths)
     return Completion(
-        [*map(_IDS.setdefault, token_ids, token_ids)],
-        logps=array("d", np.where(logps_T > NO_LOGPROB, logps_T, math.nan).tobytes()),  # type: ignore[arg-type]
+        [*map(_IDS.setdefault, token_ids, token_ids)][:],  # a copy has no room for more
+        logps=array("f", np.where(logps_T > NO_LOGPROB, logps_T, np.float32(math.nan)).tobytes()),  # type: ignore[arg-type]
         truncated=finish_reason == "length",
-        versions=array("i", versions),  # type: ignore[arg-type]
+        versions=versions_T,  # type: ignore[arg-type]
         sampling_mask=sampling_mask,
     )
 

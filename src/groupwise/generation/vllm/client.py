@@ -59,7 +59,9 @@ class _Position(_Token, gc=False):
 
 
 _TOKENS, _POSITIONS = msgspec.json.Decoder(list[_Token]), msgspec.json.Decoder(list[_Position])
-_MASK = msgspec.json.Decoder(list[list[int]])
+_IDS, _MASK = msgspec.json.Decoder(list[int]), msgspec.json.Decoder(list[list[int]])
+#: Decoder of a list, and end and beginning of its entries.
+_Form: TypeAlias = "tuple[msgspec.json.Decoder[Any], bytes, bytes]"
 #: Errors in reading a response; OverflowError: a number that no array holds.
 _UNUSABLE = LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, DecodeError
 
@@ -303,18 +305,21 @@ class HttpClient:
 
 
 class _Entries:
-    """Numbers of a list of log-probs or of a sampling mask; with candidates, of both.
+    """Numbers of a list of token ids, log-probs or of a sampling mask; with candidates, of the last two.
 
     ids, logps: of the sampled tokens.
     kept, counts: as in :class:`SamplingMask`; without candidates that top_p or min_p removed.
     """
 
     def __init__(self) -> None:
-        self.ids, self.logps, self.kept, self.counts = array("q"), array("d"), array("i"), array("i")
+        self.ids, self.logps, self.kept, self.counts = array("i"), array("f"), array("i"), array("i")
 
     def add(self, text: bytes | bytearray, decoder: msgspec.json.Decoder[Any]) -> None:
         """Add the entries of a JSON list; raises an error of ``_UNUSABLE`` for another list."""
         entries = decoder.decode(text)
+        if decoder is _IDS:
+            self.ids.extend(entries)
+            return
         if decoder is not _MASK:
             self.ids.extend([entry.token_id for entry in entries])
             self.logps.extend([entry.logprob for entry in entries])
@@ -322,12 +327,12 @@ class _Entries:
             tops = [entry.top_logprobs for entry in entries]
             entries = [[one.token_id for one in top if one.logprob > NO_LOGPROB] for top in tops]
         if decoder is not _TOKENS:
-            self.kept.extend([token for position in entries for token in position])
+            self.kept.extend(chain.from_iterable(entries))
             self.counts.extend(map(len, entries))
 
 
 class GenerationReader:
-    """Reader of a generation that decodes log-probs and sampling masks while they arrive.
+    """Reader of a generation that decodes token ids, log-probs and sampling masks while they arrive.
 
     They are nearly all of its bytes: whole entries leave the text, in the compact form in which vLLM writes
     them. A list in another form stays.
@@ -336,16 +341,17 @@ class GenerationReader:
         with_top: the candidates of a position are its sampling mask.
 
     Attributes:
-        text: the response without these entries: a list has its index in ``lists`` instead.
+        text: the response without these entries: a list has its index in ``lists`` instead, a string.
     """
 
-    _BEGIN, _LONGEST = re.compile(rb'"content":\[(?=\{)|"sampling_mask":\[(?=\[)'), 18
+    _BEGIN = re.compile(rb'"(content(?=":\[\{)|sampling_mask(?=":\[\[)|token_ids(?=":\[\d))":\[')
+    _LONGEST = 18  # bytes of a beginning
 
     def __init__(self, with_top: bool) -> None:
         self.text, self.lists = bytearray(), list[_Entries]()
-        self.decoder: msgspec.json.Decoder[Any] = _TOKENS
         self._of_tokens = _POSITIONS if with_top else _TOKENS
-        self._start, self._close = 0, b""  # of the text to search; end of an entry, b"" outside of a list
+        self._start = 0  # of the text to search
+        self._form: _Form | None = None  # None: outside of a list
 
     def feed(self, part: bytes) -> None:
         """Read the next part of the response."""
@@ -357,36 +363,38 @@ class GenerationReader:
     def _read(self) -> bool:
         """Decode what has arrived of a list; returns False if more of the text is needed."""
         text = self.text
-        if not self._close:
+        if self._form is None:
             if (found := self._BEGIN.search(text, self._start)) is None:
                 self._start = max(self._start, len(text) - self._LONGEST)
                 return False
-            self._start, is_mask = found.start(), found[0].startswith(b'"s')
-            if (first := text.find(b"]" if is_mask else b"}", found.end())) < 0:
-                return False
-            # With candidates an entry ends in the bracket of their list. No string has quotes.
-            has_top = text.find(b'"top_logprobs":[', found.end(), first) >= 0
-            self._start, self._close = found.end(), b"]" if is_mask else b"]}" if has_top else b"}"
-            self.decoder = _MASK if is_mask else self._of_tokens
+            self._start, name = found.start(), found[1]
+            form: _Form = (_IDS, b"", b"") if name == b"token_ids" else (_MASK, b"]", b"[")
+            if name == b"content":
+                if (first := text.find(b"}", found.end())) < 0:
+                    return False
+                # With candidates an entry ends in the bracket of their list. No string has quotes.
+                has_top = text.find(b'"top_logprobs":[', found.end(), first) >= 0
+                form = self._of_tokens, b"]}" if has_top else b"}", b"{"
+            self._start, self._form = found.end(), form
             self.lists.append(_Entries())
-        end = text.find(self._close + b"]", self._start)
-        between = self._close + (b",[" if self.decoder is _MASK else b",{")
-        stop = (end if end >= 0 else text.rfind(between, self._start)) + len(self._close)
-        if stop < len(self._close):
+        decoder, close, opening = self._form
+        end = text.find(close + b"]", self._start)
+        stop = (end if end >= 0 else text.rfind(close + b"," + opening, self._start)) + len(close)
+        if stop < len(close):
             return False
-        self.lists[-1].add(b"[" + text[self._start : stop] + b"]", self.decoder)
+        self.lists[-1].add(b"[" + text[self._start : stop] + b"]", decoder)
         time.sleep(5e-5)  # the thread that trains runs; without a wait this one would go on
         if end < 0:
             del text[self._start : stop + 1]  # with the comma
             return False
-        text[self._start : stop] = b"%d" % (len(self.lists) - 1)
-        self._close = b""
+        text[self._start : stop] = b'"%d"' % (len(self.lists) - 1)
+        self._form = None
         return True
 
     def entries(self, found: Any, decoder: msgspec.json.Decoder[Any] | None = None) -> _Entries:
         """Return a list of the decoded ``text``; ``decoder``: None for log-probs."""
-        if type(found) is list and found and type(found[0]) is int:
-            return self.lists[found[0]]
+        if type(found) is list and found and type(found[0]) is str:
+            return self.lists[int(found[0])]
         entries = _Entries()
         entries.add(msgspec.json.encode(found), decoder or self._of_tokens)
         return entries
@@ -476,7 +484,7 @@ class VLLMServers:
                     raise
                 finally:
                     server.load -= 1
-        sampled_by = {step for sample in samples for step in sample.versions or ()}
+        sampled_by = set(chain.from_iterable(sample.versions or () for sample in samples))
         if not sampled_by <= {*self.steps[since:]}:
             # Such as by a worker that a router chose, and that was away during an update.
             raise LostWeightsError(f"{server.url} sampled with the weights of steps {sorted(sampled_by)}")
@@ -513,8 +521,9 @@ class VLLMServers:
     ) -> Completion:
         """Return the record of a choice; raises what ``reading`` turns for one that is none."""
         time.sleep(5e-5)  # as after a piece
-        tokens, entries = choice["token_ids"], reader.entries(choice["logprobs"]["content"])
-        if entries.ids.tolist() != tokens:
+        tokens = reader.entries(choice["token_ids"], _IDS).ids
+        entries = reader.entries(choice["logprobs"]["content"])
+        if entries.ids != tokens:
             raise ValueError("log-probs of other tokens than the sampled ones")
         # A request may outlast an update of the weights, but not a change of the adapter.
         whole: dict[str, Any] = {"version": version, "start": 0, "end": len(tokens)}
@@ -532,8 +541,8 @@ class VLLMServers:
         if kept is not None or params["logprobs"] > 0:
             mask = SamplingMask(*(torch.from_numpy(np.asarray(n)) for n in (of_mask.kept, of_mask.counts)))
         check_sample(entries.ids, entries.logps, mask, params["max_tokens"], self.vocab_size)
-        steps = [[self._step(span["version"], url)] * (span["end"] - span["start"]) for span in spans]
-        return make_completion(entries.ids, entries.logps, choice["finish_reason"], chain(*steps), mask)
+        runs = [(self._step(span["version"], url), span["end"] - span["start"]) for span in spans]
+        return make_completion(tokens.tolist(), entries.logps, choice["finish_reason"], runs, mask)
 
     def _step(self, version: str, url: str) -> int:
         parts = str(version).split(":")  # run, number of the adapter if it is one, step

@@ -172,7 +172,7 @@ class ColocatedBackend(VLLMBackend):
             sample.token_ids,
             [entry[token] for token, entry in zip(sample.token_ids, entries, strict=True)],
             sample.finish_reason,
-            [self.version] * len(sample.token_ids),  # type: ignore[list-item]  # generate checked it
+            [(self.version, len(sample.token_ids))],  # type: ignore[list-item]  # generate checked it
             None if kept is None else SamplingMask.from_lists(kept),
         )
 
