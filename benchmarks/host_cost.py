@@ -182,6 +182,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def measure_phases(given: argparse.Namespace, url: str) -> dict[str, Any]:
     import torch
 
+    from groupwise.cpu import malloc_trim
     from groupwise.generation.vllm.base import Request
     from groupwise.generation.vllm.client import VLLMServers
     from groupwise.mixins.logprob import LogprobMixin
@@ -223,7 +224,9 @@ def measure_phases(given: argparse.Namespace, url: str) -> dict[str, Any]:
             now, used = time.perf_counter(), time.clock_gettime(of_client)
             stalls.append((now - last - 0.002, used - busy))
             last, busy = now, used
-        return [one for future in futures for one in future.result()]
+        found = [one for future in futures for one in future.result()]
+        malloc_trim()  # as VLLMServerBackend.complete does
+        return found
 
     completions = phase("receive, parse, check", receive)
     servers.close()

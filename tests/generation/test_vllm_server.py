@@ -21,6 +21,7 @@ from support.workers.launch import run_ranks
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import client
+from groupwise.generation.vllm import server as server_module
 from groupwise.generation.vllm.server import VLLMServerBackend
 from groupwise.policy.weight_iterator import PolicyWeights
 from groupwise.records import Completion, SamplingOptions
@@ -77,6 +78,14 @@ def test_weights_come_first_and_once_per_step(backend, fake):
     assert completions[0].versions == [4] * 4
     backend.sync_weights(WEIGHTS, step=5)
     assert backend.generate([[3]])[0].versions == [5] * 4
+
+
+def test_memory_of_responses_returns_to_the_system_once_per_generation(backend, monkeypatch):
+    trims = []
+    monkeypatch.setattr(server_module, "malloc_trim", lambda: trims.append(1))
+    backend.sync_weights(WEIGHTS, step=4)
+    backend.generate([[3], [3], [5]])
+    assert trims == [1]
 
 
 def received_weights(fake) -> dict[str, torch.Tensor]:

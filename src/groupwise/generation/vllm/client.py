@@ -78,7 +78,7 @@ CONCURRENCY = 128
 PATIENCE = 5.0
 #: Longest time of a request in units of the timeout, however much the server does for others.
 LONGEST = 20
-#: Bytes of a generation that are decoded at a time: in less than 1 ms, in which no other thread runs.
+#: Bytes of a generation that are decoded at a time: in about 1 ms, in which no other thread runs.
 PIECE = 2**16
 
 _GENERATE = "/inference/v1/generate"

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.cpu import malloc_trim
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.backends import BackendEntry
 from groupwise.generation.base import RUN_SETTINGS
@@ -176,6 +177,7 @@ class VLLMServerBackend(VLLMBackend):
         for _ in range(_ATTEMPTS):
             lost = "".join(self._on_all_ranks(partial(self._collect, requests, samples, sampling)))
             if not lost:
+                malloc_trim()  # of the client's thread, whose heap no other uses: responses left it free
                 return [samples[request.key] for request in requests]
             logger.warning(
                 "a vLLM server restarted without this run's weights (%s); sending them again", lost
