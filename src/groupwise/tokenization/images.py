@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -173,20 +172,11 @@ def _process_chat(
     messages = [{**message, "content": load_blocks(content_blocks(message))} for message in prompt]
     if any(_is_empty(block) for message in messages for block in message["content"]):
         raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
-    options = generation_options(prompt, template_kwargs)
-    inputs = processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", **options
-    )
-    loaded = prompt_images(messages)
-    ids, read = _split_inputs(processor, cast(Mapping[str, Any], inputs), len(loaded))
-    if loaded:
-        tokenizer = processor.tokenizer
-        text = processor.apply_chat_template(messages, **options)
-        # As the processor tokenizes it, without expanding image tokens: the template may begin with BOS.
-        has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        unexpanded = tokenizer(text, add_special_tokens=not has_start)["input_ids"]
-        read = _with_images(read, loaded, ids, unexpanded)
-    return ids, read
+    text = processor.apply_chat_template(messages, **generation_options(prompt, template_kwargs))
+    # As that method tokenizes it, too: the template may begin with BOS.
+    bos = processor.tokenizer.bos_token
+    options = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
+    return _process(processor, text, prompt_images(messages), **options)
 
 
 def process_text(
@@ -211,41 +201,33 @@ def process_text(
             f"({token!r}); write one for each, or make the prompt a list of chat messages, where images need "
             f"no token: {text[:200]!r}"
         )
-    loaded = [load_image(image) for image in images]
-    call = cast(Any, processor)  # subclasses have keyword arguments of their own
-    inputs = call(text=[text], images=[loaded] if loaded else None, return_tensors="pt", **options)
-    ids, read = _split_inputs(processor, inputs, len(images))
-    if loaded:
-        read = _with_images(read, loaded, ids, processor.tokenizer(text, **options)["input_ids"])
-    return ids, read
+    return _process(processor, text, [load_image(image) for image in images], **options)
 
 
-def _with_images(
-    inputs: ImageInputs, images: Sequence[Image], ids: Sequence[int], unexpanded: Sequence[int]
-) -> ImageInputs:
-    """Add the images of a sequence, and its tokens before their image tokens were expanded."""
-    return replace(inputs, images=images, spans=[ExpandedSpan(0, len(ids), unexpanded)])
-
-
-def _split_inputs(
-    processor: ProcessorMixin, inputs: Mapping[str, Any], num_images: int
+def _process(
+    processor: ProcessorMixin, text: str, images: list[Image], **options: object
 ) -> tuple[list[int], ImageInputs]:
-    """Split a processor's output for one sequence into token ids and the model's other inputs."""
-    arrays, types = {}, {}
-    for name, value in inputs.items():
-        if name.endswith("token_type_ids"):
-            types[name] = value[0].tolist()
-        elif name not in _TOKEN_INPUTS and isinstance(value, torch.Tensor):
-            arrays[name] = value
-    if num_images and "pixel_values" not in arrays:
+    """Tokenize a text with its opened images; see :func:`process_text`."""
+    call = cast(Any, processor)  # subclasses have keyword arguments of their own
+    inputs = call(text=[text], images=[images] if images else None, return_tensors="pt", **options)
+    ids = inputs["input_ids"][0].tolist()
+    types = {name: value[0].tolist() for name, value in inputs.items() if name.endswith("token_type_ids")}
+    arrays = {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and name not in (*_TOKEN_INPUTS, *types)
+    }
+    if not images:
+        return ids, ImageInputs(arrays, types)
+    if "pixel_values" not in arrays:
         raise ConfigError(
-            f"{type(processor).__name__} returned no tensor of pixel values for {num_images} image(s), only "
+            f"{type(processor).__name__} returned no tensor of pixel values for {len(images)} image(s), only "
             f"{', '.join(inputs)}; this kind of model cannot be trained on images"
         )
-    ids = inputs["input_ids"][0].tolist()
-    tokens = _image_tokens(processor) if num_images else set()
+    tokens = _image_tokens(processor)
     last = max((index for index, token in enumerate(ids) if token in tokens), default=len(ids) - 1)
-    return ids, ImageInputs(arrays, types, end=last + 1 if num_images else 0)
+    unexpanded = processor.tokenizer(text, **options)["input_ids"]  # one token per image
+    return ids, ImageInputs(arrays, types, images, [ExpandedSpan(0, len(ids), unexpanded)], last + 1)
 
 
 def load_image(image: Image) -> Image:
