@@ -78,12 +78,12 @@ class ComputedRows:
 
     rows: positions of the rows in the window of all ranks.
     logps_BT: log-probs that the loss was computed from; None with Liger's loss.
-    loss: its part of the loss of the window.
+    loss: its part of the loss of the window; on the device until the step ends, so that nothing waits for it.
     """
 
     rows: list[int]
     logps_BT: torch.Tensor | None
-    loss: float
+    loss: float | torch.Tensor
 
 
 @dataclass
@@ -179,7 +179,7 @@ class RolloutFiles(GRPOCallback):
         rows, logps_BT = batch.row_numbers(), None if logps_BT is None else logps_BT.detach().float()
         # Rows that come again, after an out-of-memory error, replace their earlier forward pass.
         others = [part for part in self._record.computed if set(rows).isdisjoint(part.rows)]
-        self._record.computed = [*others, ComputedRows(rows, logps_BT, loss.item())]
+        self._record.computed = [*others, ComputedRows(rows, logps_BT, loss.detach())]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -211,7 +211,7 @@ class RolloutFiles(GRPOCallback):
         record.truncation_unknown = settings.truncation_unknown
         record.corrects_for_sampler = settings.vllm_importance_sampling_mode is not None
         with log_boundary(logger, f"step {record.step} in {self.folder}"):
-            computed = [vars(rows) for rows in record.computed]
+            computed = [{**vars(rows), "loss": float(rows.loss)} for rows in record.computed]
             self._write("step", record.step, {**vars(record), "computed": computed})
 
     # Files.
