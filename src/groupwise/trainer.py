@@ -492,7 +492,7 @@ class GRPOTrainer(
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches. A
         # rank receives the lengths of all rows, from which all make the same plan, then the rows of its own.
         computer, budget = self.logprob_computer, self.micro_batch_budget
-        computer.check(self.model_wrapped, weighed[0])  # the first time: its layout is that of the run
+        self.check_layout(weighed[0])  # the first time
         all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
         batches, stats = rebalance(weighed, computer.layout, budget, gather_object, all_to_all)
         # The sequences are packed, if the layout does; None where fewer micro-batches suffice.

@@ -41,6 +41,7 @@ class LogprobMixin:
     args: GRPOConfig
     accelerator: Accelerator
     model: PreTrainedModel
+    model_wrapped: Any
     processing_class: Any
     reference: Reference
     state: TrainerState
@@ -124,6 +125,15 @@ class LogprobMixin:
         """
         with_aux_loss = self.aux_loss_enabled and model.training  # of the loss alone, not of old log-probs
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
+
+    def check_layout(self, batch: TokenBatch) -> None:
+        """Choose the layout of the run by its rows, before a batch is packed; does nothing afterwards.
+
+        An override of ``compute_logprobs`` may compute a model that no layout does: if it calls the own one,
+        that checks, and packs the batches of the first window itself.
+        """
+        if getattr(self.compute_logprobs, "__func__", None) is LogprobMixin.compute_logprobs:
+            self.logprob_computer.check(self.model_wrapped, batch)
 
     @torch.no_grad()
     def old_and_ref_logps(

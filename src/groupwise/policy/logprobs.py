@@ -127,11 +127,10 @@ class LogprobComputer:
         self.checked, self.checked_images = True, with_images or self.layout not in PACKED
 
     def prepare(self, batch: MicroBatch) -> MicroBatch:
-        """Pack the batch if the layout needs it; its log-probs are then computed without a device sync."""
-        if batch.contexts is not None:
-            parts = model_rows(batch)
-            return replace(batch, packed=replace(parts, packed=self._pack(parts.rows, parts)))
-        return replace(batch, packed=self._pack(batch))
+        """Pack the batch if its layout is final and needs it: its log-probs take no device sync then."""
+        parts = None if batch.contexts is None else model_rows(batch)
+        packed = self._pack(batch if parts is None else parts.rows, parts) if self.checked else None
+        return replace(batch, packed=packed if parts is None else replace(parts, packed=packed))
 
     def _pack(self, batch: TokenBatch, parts: Any = None) -> Any:
         """Return the rows of ``batch`` in the layout; ``parts``, if given, are those of rollouts."""

@@ -21,6 +21,7 @@ from support.runs import trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from groupwise import GRPOTrainer
 from groupwise.compat.transformers import supports_cache_in_checkpoints
 from groupwise.errors import ConfigError
 from groupwise.policy.attention import install_attention_hook
@@ -406,3 +407,30 @@ def test_a_run_names_the_layout_by_its_setting_and_auto_falls_back_in_sight(tmp_
     assert saved["settings"]["learning_rate"] == 1e-3
     state = saved["fast_paths"]["layout"]
     assert state.startswith(f"{other} (") and "no kernel image" in state
+
+
+class OwnLogprobs(GRPOTrainer):
+    def compute_logprobs(self, model, batch, *, with_entropy=False):
+        return compute_padded_logprobs(model, batch, self.logprob_computer.head, with_entropy=with_entropy)
+
+
+class CallingLogprobs(GRPOTrainer):
+    def compute_logprobs(self, model, batch, *, with_entropy=False):
+        return super().compute_logprobs(model, batch, with_entropy=with_entropy)
+
+
+def test_log_probs_of_a_subclass_need_no_layout_unless_it_calls_those_of_the_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(PackedAttention, "__call__", broken_kernel)
+    settings = {"sequence_layout": "packed", "max_steps": 1}
+    with pytest.raises(ConfigError, match="sequence_layout='packed' cannot be checked"):
+        trainer(tmp_path, kind=CallingLogprobs, **settings).train()
+    own = trainer(tmp_path, kind=OwnLogprobs, **settings)
+    own.train()  # the layout of the settings is not used: it is no error
+    assert own.state.global_step == 1 and not own.logprob_computer.checked
+    runs = [trainer(tmp_path / kind.__name__, kind=kind) for kind in (GRPOTrainer, CallingLogprobs)]
+    for run in runs:
+        run.train()
+    # The first window of the second run was rebalanced, but not packed, for the layout that failed.
+    assert runs[0].logprob_computer.layout == runs[1].logprob_computer.layout != "shared_prefix"
+    for one, other in zip(*(run.model.state_dict().values() for run in runs), strict=True):
+        torch.testing.assert_close(one, other)
