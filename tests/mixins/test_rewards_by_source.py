@@ -84,7 +84,7 @@ def test_a_run_with_rewards_by_source(tmp_path, mark):
         tmp_path,
         {"maths": [solved, brief], "code": [brief, passed]},
         train_dataset=MIXTURE,
-        eval_dataset={"maths": rows("answer", 2), "others": [{"prompt": "w1"}]},
+        eval_dataset={"maths": rows("answer", 2)},
         max_steps=1,
         per_device_train_batch_size=16,
         per_device_eval_batch_size=4,
@@ -101,7 +101,6 @@ def test_a_run_with_rewards_by_source(tmp_path, mark):
     assert logs["reward/code"] == pytest.approx(0.25 + logs["rewards/passed/mean"])
     found = made.evaluate()
     assert found["eval_maths_reward"] == pytest.approx(0.25 + found["eval_maths_rewards/solved/mean"])
-    assert "eval_others_reward" not in found  # of no source
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,11 @@ def test_a_run_with_rewards_by_source(tmp_path, mark):
             MIXTURE,
             "reward_funcs has 'math', no source of train_dataset; .*'maths'",
         ),
-        ({"maths": len}, MIXTURE, "reward_funcs lacks 'code', a source of train_dataset"),
+        (
+            {"maths": len},
+            MIXTURE,
+            "reward_funcs has 'maths' and lacks 'code'; give each source of train_dataset an entry",
+        ),
         ({"maths": len}, MIXTURE["maths"], "reward_funcs by source needs datasets by name"),
     ],
 )
