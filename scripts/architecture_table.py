@@ -116,9 +116,9 @@ def sampling_of(model: Any, batch: Any, config: GRPOConfig) -> dict[str, Any]:
     PlainForwardCheck.compare = staticmethod(watched)  # type: ignore[method-assign]
     leave = backend._leave_way
 
-    def left(reason: str, *, padded: bool) -> None:
+    def left(error: Exception) -> None:
         gaps.clear()
-        leave(reason, padded=padded)
+        leave(error)
 
     backend._leave_way = left  # type: ignore[method-assign]
     try:
