@@ -295,9 +295,9 @@ def measure_files(clock: Clock, rollouts: Any, tokens: Any, group: int) -> dict[
         tokens, torch.zeros(num_rows), OldAndRefLogps(tokens.old_logps_BT, None)
     )
     with tempfile.TemporaryDirectory() as folder:
-        args = SimpleNamespace(output_dir=folder, process_index=0)
-        files = RolloutFiles(SimpleNamespace(args=args))
+        args = SimpleNamespace(output_dir=folder, process_index=0, world_size=1)
         state: Any = SimpleNamespace(global_step=0)
+        files = RolloutFiles(SimpleNamespace(args=args, state=state))
         write = lambda: files.on_generation_end(args, state, None, rollouts, rewards)  # type: ignore  # noqa: E731
         clock.phase("rollout file", write)
         (file,) = files.folder.glob("*.gz")
