@@ -49,7 +49,8 @@ def names_to_check() -> list[str]:
 
 
 def check(row: table.Row) -> None:
-    assert row.refused or max(row.gradient, row.sampled) < 5e-5, row  # Gemma 4 rounds by 3e-5
+    # Gemma 4 rounds by 3e-5 with AVX-512, by 6.4e-5 with AVX2.
+    assert row.refused or max(row.gradient, row.sampled) < 1e-4, row
     assert not row.refused or "log-probs" in row.refused, row  # which comparison failed
 
 
