@@ -139,7 +139,8 @@ def test_log_probs_are_those_of_the_sampling_distribution(server, tmp_path, monk
             # Both compute in float32.
             assert torch.tensor(completion.logps).double().sub(expected).abs().max() < 1e-4
             assert completion.versions == [0] * len(completion.token_ids)
-    assert [len(one.lists) for one in readers] == [2, 2]  # the form that is decoded while it arrives
+    # Token ids and log-probs of two completions, in the form that is decoded while it arrives.
+    assert [len(one.lists) for one in readers] == [4, 4]
     run.backend.close()
 
 
