@@ -419,6 +419,7 @@ class CallingLogprobs(GRPOTrainer):
         return super().compute_logprobs(model, batch, with_entropy=with_entropy)
 
 
+@pytest.mark.slow
 def test_log_probs_of_a_subclass_need_no_layout_unless_it_calls_those_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(PackedAttention, "__call__", broken_kernel)
     settings = {"sequence_layout": "packed", "max_steps": 1}
