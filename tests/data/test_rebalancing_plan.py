@@ -320,6 +320,15 @@ def test_only_rows_that_change_rank_are_sent(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_computes_the_micro_batches_of_the_plan(layout):
+    windows, limits = unequal_windows(), budget(2, 9, world_size=2)
+    rows = WindowRows.concatenate([WindowRows.of(MicroBatch.concatenate(w), limits) for w in windows])
+    planned = plan(rows, layout, limits, len(windows[0]))
+    results, _ = rebalance_on_ranks(windows, layout, limits)
+    assert [[part for part in rows_of(batches) if part is not None] for batches, _ in results] == planned
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_on_the_micro_batches_of_one_process(layout):
     windows = unequal_windows()
     # a field that only one rank has

@@ -154,7 +154,7 @@ DATA = [
         ("if budget.fixed:  # the loss", "if False:  # the loss"),
         ("_window_stats(own.shape, len(batch), whole", "_window_stats(own.shape, 0, whole"),
         ("batch.with_fields(rows.fields)", "batch"),
-        ("in enumerate(kept)}", "in enumerate(row for part in mine for row in part)}"),
+        ("enumerate(kept if", "enumerate([row for part in mine for row in part] if"),
         ("_without_weight(batch.select([shortest]))", "batch.select([shortest])"),
         ("if not has_gradient]", "if has_gradient]"),
         ("sequence_weight_B1[skipped].sum()", "sequence_weight_B1.sum()"),

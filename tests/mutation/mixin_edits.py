@@ -135,7 +135,7 @@ MIXINS = [
         "logprob",
         ("pad_token, left=True, **pad)", "pad_token, **pad)"),
         ("self.accelerator.process_index * len(rollouts)", "0"),
-        ("if completion.dropped or (", "if ("),
+        ("[each.dropped or (", "[("),
         ("if any(dropped) else None", "if all(dropped) else None"),
         ("pad_sequences(logps, math.nan,", "pad_sequences(logps, 0.0,"),
         ("[row // rollouts.num_generations for row", "[row for row"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 
-import pytest
 from mutate import PACKAGE, ROOT, matches
 from mutations import MUTATIONS
 
 
-@pytest.mark.slow
 def test_every_edit_applies_to_one_place_and_parses():
     assert [f"{m.file}: {m.old}" for m in MUTATIONS if matches(m) != 1 or m.old == m.new] == []
     for mutation in MUTATIONS:
