@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     DogeConfig,
     DogeForCausalLM,
+    DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma2Config,
@@ -55,10 +56,11 @@ from groupwise.cpu.multinomial import NO_TOKEN, unchecked_multinomial
 from groupwise.errors import BackendError
 from groupwise.generation import decoding
 from groupwise.generation.decoding import OneQueryAttention, decode_groups, group_prompts, sample_tokens
-from groupwise.generation.growing_cache import GrowingLayer
-from groupwise.generation.settings import can_decode_groups, decoding_path
+from groupwise.generation.growing_cache import GrowingLayer, continue_rows
+from groupwise.generation.settings import decoding_path
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.records import ImageInputs, SamplingOptions
+from groupwise.records.fast_paths import FastPath
 
 SIZE = {
     "vocab_size": 40,
@@ -427,12 +429,14 @@ def test_weights_are_cast_once_for_all_forwards_under_autocast():
 
 def test_the_cache_is_written_in_place_until_it_is_full():
     torch.manual_seed(0)
-    filled, reference = DynamicLayer(), DynamicLayer()
+    reference = DynamicLayer()
     start = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
     rows = torch.tensor([0, 0, 1])
-    filled.update(*start)
     reference.update(start[0][rows], start[1][rows])
-    growing = GrowingLayer(filled, rows, limit=1000)
+    cache = DynamicCache()
+    cache.update(*start, 0)
+    continue_rows(cache, rows, 1000)
+    growing = cache.layers[0]
     places = set()
     for step in range(80):
         new = torch.randn(len(growing.keys), 3, 1, 5), torch.randn(len(growing.keys), 3, 1, 6)
@@ -449,11 +453,10 @@ def test_the_cache_is_written_in_place_until_it_is_full():
 def test_the_cache_is_stored_in_the_dtype_of_new_values():
     """Under autocast keys and the prompt are float32; attention would cast them all for every token."""
     torch.manual_seed(0)
-    filled, rows = DynamicLayer(), torch.tensor([0, 0, 1])
-    start = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 6)
+    filled, start = DynamicLayer(), (torch.randn(3, 3, 4, 5), torch.randn(3, 3, 4, 6))
     filled.update(*start)
-    growing = GrowingLayer(filled, rows, limit=1000)
-    expected = [states[rows].bfloat16() for states in start]
+    growing = GrowingLayer(filled, limit=1000)
+    expected = [states.bfloat16() for states in start]
     for _ in range(40):
         keys, values = torch.randn(3, 3, 1, 5), torch.randn(3, 3, 1, 6).bfloat16()
         expected = [

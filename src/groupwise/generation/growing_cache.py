@@ -24,7 +24,6 @@ class GrowingLayer(DynamicLayer):
 
     Args:
         filled: the layer after the prefill.
-        rows_R: row of ``filled`` that each row of this layer continues.
         limit: maximum number of positions.
     """
 
@@ -32,13 +31,12 @@ class GrowingLayer(DynamicLayer):
     values: torch.Tensor
     position_1: torch.Tensor | None  # of the next keys and values while addresses are fixed
 
-    def __init__(self, filled: DynamicLayer, rows_R: torch.Tensor, limit: int) -> None:
+    def __init__(self, filled: DynamicLayer, limit: int) -> None:
         super().__init__()
         self.dtype = filled.keys.dtype  # type: ignore[union-attr]
         self.device, self.is_initialized = filled.device, True
         self.limit, self.position_1 = limit, None
-        rows = rows_R.to(self.device)
-        self.buffers = [self._with_capacity(old, rows) for old in (filled.keys, filled.values)]
+        self.buffers = [self._with_capacity(old) for old in (filled.keys, filled.values)]
         self._set_length(filled.get_seq_length())
 
     def update(
@@ -52,8 +50,7 @@ class GrowingLayer(DynamicLayer):
         start, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
         if end > self.buffers[0].shape[-2] or value_states.dtype != self.dtype:
             self.dtype = value_states.dtype
-            rows = torch.arange(len(key_states), device=self.device)
-            self.buffers = [self._with_capacity(old, rows) for old in (self.keys, self.values)]
+            self.buffers = [self._with_capacity(old) for old in (self.keys, self.values)]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer.narrow(2, start, end - start).copy_(states)
         self._set_length(end)
@@ -79,11 +76,11 @@ class GrowingLayer(DynamicLayer):
     def _set_length(self, length: int) -> None:
         self.keys, self.values = (buffer.narrow(2, 0, length) for buffer in self.buffers)
 
-    def _with_capacity(self, old: Any, rows: torch.Tensor) -> torch.Tensor:
-        length = old.shape[-2]
+    def _with_capacity(self, old: Any) -> torch.Tensor:
+        rows, heads, length, size = old.shape
         capacity = max(length + 1, min(length + length // 4 + 32, self.limit))
-        buffer = old.new_empty(len(rows), old.shape[1], capacity, old.shape[-1], dtype=self.dtype)
-        buffer[:, :, :length] = old[rows]
+        buffer = old.new_empty(rows, heads, capacity, size, dtype=self.dtype)
+        buffer[:, :, :length] = old
         return buffer
 
 
@@ -95,6 +92,7 @@ def continue_rows(cache: DynamicCache, rows_R: torch.Tensor, limit: int) -> None
     """
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
-            cache.layers[index] = GrowingLayer(layer, rows_R, limit)
+            layer.batch_select_indices(rows_R.to(layer.device))
+            cache.layers[index] = GrowingLayer(layer, limit)
         else:
             select_cache_rows(layer, rows_R)
