@@ -96,8 +96,8 @@ def test_a_rollout_function_gets_copies_of_the_messages():
     ("changes", "message"),
     [
         ({"env_mask": [[1, 2, 0], [1]]}, "completion 0: 'env_mask' holds 2; allowed: 1 for tokens"),
-        ({"env_mask": [[1, 0], [1]]}, "completion 0: 2 values in 'env_mask' for 3 tokens"),
-        ({"logprobs": [[-1.0] * 3, []]}, "completion 1: 0 values in 'logprobs' for 1 tokens"),
+        ({"env_mask": [[1, 0], [1]]}, "completion 0: 'env_mask' holds 2 values; allowed: 3, one per"),
+        ({"logprobs": [[-1.0] * 3, []]}, "completion 1: 'logprobs' holds 0 values; allowed: 1, one per"),
         (
             {"completion_ids": [[8, 9, 32], [8]]},
             "completion 0: 'completion_ids' holds 32 at position 2; allowed: token ids from 0 to 31",

@@ -464,7 +464,7 @@ def test_the_correction_of_a_rollout_func_says_that_it_has_no_effect_without_one
         ({"prompt_ids": [[1]], "completion_ids": [[1]]}, "1 entries for 'prompt_ids'"),
         (
             {"prompt_ids": [[4]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": [[0.0]] * 4},
-            "1 values in 'logprobs' for 2 tokens",
+            "'logprobs' holds 1 values; allowed: 2, one per token",
         ),
     ],
     ids=["nothing", "lengths", "logprobs"],

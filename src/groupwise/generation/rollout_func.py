@@ -190,10 +190,7 @@ def _checked(name: str, row: int, fields: dict[str, Any], vocab_size: int) -> di
         refuse("prompt_ids", "is empty", "one token id or more, from which the first one is predicted")
     for key in ("logprobs", "env_mask"):
         if key in fields and len(fields[key]) != len(fields["completion_ids"]):
-            raise BackendError(
-                f"rollout_func {name!r}, completion {row}: {len(fields[key])} values in {key!r} for "
-                f"{len(fields['completion_ids'])} tokens"
-            )
+            refuse(key, f"holds {len(fields[key])} values", f"{len(fields['completion_ids'])}, one per token")
     for value in fields.get("logprobs", ()):
         if value is not None and not isinstance(value, float | int):
             refuse("logprobs", f"holds {value!r}", "numbers; None or NaN where unknown")
