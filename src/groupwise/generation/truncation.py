@@ -62,8 +62,6 @@ class SamplingMaskRecorder(LogitsProcessor):
 
     def completions(self, num_rows: int) -> list[SamplingMask]:
         """Return the sampling mask of every completion, one position per recorded step."""
-        if not self._rows:
-            return [SamplingMask.whole_vocabulary(0)] * num_rows
         self._find_ids()
         sizes = torch.tensor([len(rows_R) for rows_R in self._rows])  # (T,), rows in the batch at each step
         ids, counts = zip(*self._found, strict=True)

@@ -33,8 +33,7 @@ class _Own:
     by_dtype: int64 scalars by the dtype that an engine rounds it to, and "" for one that does not round it.
     """
 
-    shape: tuple[int, ...]
-    numel: int
+    shape: torch.Size
     by_dtype: Mapping[str, torch.Tensor]
 
 
@@ -106,7 +105,7 @@ class WeightCheck:
                     by_dtype[dtype] = by_dtype[""]
                 else:
                     by_dtype[dtype] = tensor_digest(rounded if scale == 1 else rounded * scale)
-            found[name] = _Own(tuple(value.shape), value.numel(), by_dtype)
+            found[name] = _Own(value.shape, by_dtype)
             yield name, tensor
 
     def compare(self, *, adapter: bool = False) -> str | None:
@@ -185,7 +184,7 @@ def _problem(name: str, own: _Own, dtype: str, reports: Sequence[Report]) -> str
     held, expected = (getattr(torch, one) for one in (found[0][2], dtype))
     if held.is_floating_point and held != expected and held.itemsize <= expected.itemsize:
         return f"is held in {found[0][2]}, not in {dtype}"
-    copies, rest = divmod(sum(count for _, count, _ in found), own.numel)
+    copies, rest = divmod(sum(count for _, count, _ in found), own.shape.numel())
     if rest or not copies:
         return "was loaded in part"
     digest = own.by_dtype[dtype if held == expected else ""]
