@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -321,6 +321,5 @@ def keep_autocast_weights(device: torch.device) -> AbstractContextManager[object
     Autocast clears its cache of casted weights when the outermost autocast context exits; this one is outside
     the autocast context of each forward.
     """
-    if torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    dtype, enabled = torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, dtype, enabled)  # as it is
