@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,18 +56,20 @@ def capture_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+@dataclass
 class StepGraphs:
     """Use of graphs by the decoding steps of a run.
 
-    Args:
-        capture: see :data:`Capture`.
+    capture: see :data:`Capture`.
+    reason: why steps are eager; "": they are not.
+    warns: the reason is not a choice of the user.
+    passed: a graph has given the log-probs of an eager step.
     """
 
-    def __init__(self, capture: Capture = capture_cuda_graph) -> None:
-        self.capture = capture
-        self.reason = ""  # why steps are eager
-        self.warns = False
-        self.passed = False  # a graph has given the log-probs of an eager step
+    capture: Capture = capture_cuda_graph
+    reason: str = ""
+    warns: bool = False
+    passed: bool = False
 
     def loop(self) -> tuple[type[RowSampler], Callable[..., DecodingRows]]:
         """Return what makes sampler and rows of ``decode_groups``."""
@@ -93,21 +96,18 @@ class DelayedSampler(RowSampler):
     """
 
     finished_share = 0.5  # each removal records a graph
-
-    def begin(self, rows_R: torch.Tensor) -> None:
-        super().begin(rows_R)
-        self.last_read: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+    last_read: tuple[torch.Tensor, Callable[[], None]] | None = None  # a number, and what waits for it
 
     def _read(self, number: torch.Tensor) -> int:
         """Return the number of the step before."""
         before = self.last_read
-        event = torch.cuda.current_stream().record_event if number.device.type == "cuda" else lambda: None
-        self.last_read = number.to("cpu", non_blocking=True), event()  # to pinned memory
+        copied = number.to("cpu", non_blocking=True)  # to pinned memory
+        wait = torch.cuda.current_stream().record_event().synchronize if number.is_cuda else lambda: None
+        self.last_read = copied, wait
         if before is None:
             return len(self.running_R)
-        copied, done = before
-        if done is not None:
-            done.synchronize()
+        copied, wait = before
+        wait()
         return int(copied)
 
 
@@ -128,7 +128,7 @@ class GraphedRows(DecodingRows):
         )
 
     def keep(self, rows_R: torch.Tensor) -> None:
-        self._end_graph()
+        self._end_graph(self.tokens_RS.shape[1] - 1)
         super().keep(rows_R)
 
     def forward(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class GraphedRows(DecodingRows):
         if self.step is not None and length <= self.step.capacity:
             self._update(self.step.run(self.tokens_RS[:, -1:]))
             return self.step.inputs
-        self._end_graph()
+        self._end_graph(length - 1)
         inputs = super().forward()
         if not self.graphs.reason:
             self._record(inputs, length)
@@ -160,9 +160,6 @@ class GraphedRows(DecodingRows):
             self.step.record(self.graphs.capture)
             logits_RV = self.step.run(self.tokens_RS[:, -1:]).logits[:, -1].float()
             difference = mean_difference(logits_RV, self.logits_RV)
-        except Exception as error:
-            reason = f"recording failed with {shortened(error)}"
-        else:
             if difference <= self.tolerance:  # False for NaN
                 self.graphs.passed = True
                 return
@@ -170,16 +167,16 @@ class GraphedRows(DecodingRows):
                 f"log-probs differ from those of an eager step by {difference:.2g} nats "
                 f"(rounding accounts for at most {self.tolerance:.2g})"
             )
-        self.step = None
-        for layer in layers:
-            layer.release(length)
+        except Exception as error:
+            reason = f"recording failed with {shortened(error)}"
+        self._end_graph(length)
         self.graphs.refuse(reason, warns=True)
 
-    def _end_graph(self) -> None:
-        """Make the cache grow again: it has the keys of all tokens but the last."""
+    def _end_graph(self, length: int) -> None:
+        """Make the cache grow again, after ``length`` positions."""
         if self.step is not None:
             for layer in self.step.layers:
-                layer.release(self.tokens_RS.shape[1] - 1)
+                layer.release(length)
             self.step = None
 
 
@@ -188,7 +185,7 @@ class RecordedStep:
 
     Args:
         model, inputs: of an eager step.
-        layers: of the cache, after that step; they are fixed.
+        layers: of the cache, after that step.
         length: number of positions S after it, below the capacity.
     """
 
@@ -204,11 +201,11 @@ class RecordedStep:
         self.inputs = {**inputs, **own, "attention_mask": self.mask_R11C, "attention_function": attention}
         #: What a step changes for the next one.
         self.counters = [self.position_1, *(value for name, value in own.items() if name != "input_ids")]
-        for layer in layers:
-            layer.fix(self.position_1)
 
     def record(self, capture: Capture) -> None:
-        """Record the step; afterwards it is as if it had not run."""
+        """Fix the cache and record the step; afterwards it is as if it had not run."""
+        for layer in self.layers:
+            layer.fix(self.position_1)
         changed = [*self.counters, self.mask_R11C]
         before = [tensor.clone() for tensor in changed]
         self.replay = capture(self._compute)
