@@ -77,10 +77,10 @@ def groupwise(model: Any, prompts: list[list[int]], config: Any, lengths: list[i
     """Run ``generate`` with groupwise's loop and linear layers."""
     from groupwise.cpu.linear import prepacked_weights, replace_linears
     from groupwise.generation.decoding import decode_groups
-    from groupwise.generation.settings import can_decode_groups
+    from groupwise.generation.settings import decoding_path
 
-    if not can_decode_groups(model, config):
-        raise SystemExit("the loop does not take this model")
+    if reason := decoding_path(model, config).reason:
+        raise SystemExit(f"the loop does not take this model: {reason}")
     loop = partial(decode_groups, copies=[GROUP] * len(prompts), make_sampler=scheduled_sampler)
     replace_linears(model)  # as the trainer does at its start; layers that are fast already stay
     with prepacked_weights(model):

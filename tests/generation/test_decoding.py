@@ -134,13 +134,14 @@ def settings(**changes) -> GenerationConfig:
 
 def by_generate(model, prompts, config, monkeypatch):
     """Completions from transformers' own loop on every row."""
+    path = FastPath("decoding", "transformers", "the test compares both loops")
     with monkeypatch.context() as patch:
-        patch.setattr("groupwise.generation.transformers_backend.can_decode_groups", lambda *_: False)
+        patch.setattr("groupwise.generation.transformers_backend.decoding_path", lambda *_: path)
         return TransformersBackend(lambda: model, config).generate(prompts)
 
 
 def by_groups(model, prompts, config):
-    assert can_decode_groups(model, config)
+    assert not decoding_path(model, config).reason
     return TransformersBackend(lambda: model, config).generate(prompts)
 
 
@@ -361,7 +362,7 @@ def test_one_group_without_padding(monkeypatch):
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 def test_models_without_a_cache_of_rows_use_the_loop_of_generate(name, monkeypatch):
     model = tiny(name)
-    assert not can_decode_groups(model, settings())
+    assert decoding_path(model, settings()).reason
     rows = TransformersBackend(lambda: model, settings()).generate(PROMPTS)
     assert rows == by_generate(model, PROMPTS, settings(), monkeypatch)
 
@@ -382,23 +383,23 @@ def test_models_without_a_cache_of_rows_use_the_loop_of_generate(name, monkeypat
 )
 def test_settings_beyond_single_rows_use_the_loop_of_generate(changes):
     model = tiny("llama")
-    assert not can_decode_groups(model, settings(**changes))
+    assert decoding_path(model, settings(**changes)).reason
     model.generation_config = GenerationConfig(**changes)  # generate takes what is unset from here
-    assert not can_decode_groups(model, settings(use_cache=None))
+    assert decoding_path(model, settings(use_cache=None)).reason
 
 
 @pytest.mark.parametrize("name", ["generate", "_get_logits_processor", "_get_stopping_criteria"])
 def test_an_overridden_generate_is_used(name):
     model = tiny("llama")
-    assert can_decode_groups(model, settings())
+    assert not decoding_path(model, settings()).reason
     setattr(model, name, partial(getattr(LlamaForCausalLM, name), model))
-    assert not can_decode_groups(model, settings())
+    assert decoding_path(model, settings()).reason
 
 
 def test_stateful_models_use_the_loop_of_generate(monkeypatch):
     model = tiny("llama")
     monkeypatch.setattr(model, "_is_stateful", True)
-    assert not can_decode_groups(model, settings())
+    assert decoding_path(model, settings()).reason
 
 
 def test_ranks_that_share_parameters_use_the_loop_of_generate(monkeypatch):

@@ -16,6 +16,7 @@ from support.fakes.recorded_graph import Recording
 from test_decoding import PROMPTS, forward_shapes, settings, tiny
 from transformers import GenerationConfig
 
+from groupwise import GRPOConfig
 from groupwise.commands.sweeps.sampler import SharedBackend
 from groupwise.errors import BackendError
 from groupwise.generation import transformers_backend
@@ -246,7 +247,15 @@ def test_difference_of_log_probs():
     assert mean_difference(other * torch.nan, expected) != mean_difference(other * torch.nan, expected)  # NaN
 
 
-def test_a_sweep_on_a_gpu_says_that_its_steps_are_eager():
-    shared = object.__new__(SharedBackend)
-    shared.graphs = StepGraphs(failing)
-    assert shared._step_graphs(torch.device("cpu")).path().choice == "eager"
+@pytest.mark.parametrize(
+    "kind, replay, reason",
+    [
+        (TransformersBackend, "disabled", ""),
+        (TransformersBackend, "R3", "R3"),
+        (SharedBackend, "R2", "sweep"),
+    ],
+)
+def test_a_run_on_a_gpu_says_why_its_steps_are_eager(kind, replay, reason, tmp_path):
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", router_replay=replay)
+    path = kind(lambda: flat("llama"), sampling(), config)._step_graphs(torch.device("cuda")).path()
+    assert (path.choice == "eager") == bool(reason) and reason in path.reason

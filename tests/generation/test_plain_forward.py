@@ -199,6 +199,21 @@ def test_a_model_that_fails_in_the_own_loop_is_decoded_by_generate(tmp_path, mon
         backend.generate(prompts)
 
 
+@pytest.mark.parametrize(
+    "name, value, reason",
+    [("decode_groups", None, "TypeError"), ("requires_lockstep_forwards", lambda _: True, "sharded")],
+)
+def test_a_run_that_replays_the_routing_of_its_samples_needs_the_own_loop(
+    name, value, reason, tmp_path, monkeypatch
+):
+    """In the loop of transformers nothing is recorded, and the loss would replay nothing."""
+    model = build(transformers.Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}).eval()
+    backend = backend_of(model, tmp_path, router_replay="R3")
+    monkeypatch.setattr(f"groupwise.generation.transformers_backend.{name}", value)
+    with pytest.raises(BackendError, match=f"router_replay='R3' records experts.*{reason}.*use 'R2'"):
+        backend.generate(prompts_of(5, 9))
+
+
 def test_a_model_that_generate_cannot_sample_is_refused(tmp_path):
     model = build(transformers.LlamaConfig, {}).eval()
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return True if ``error`` is an out-of-memory error of any device."""
     from accelerate.utils.memory import should_reduce_batch_size
 

@@ -228,13 +228,8 @@ ROW_SETTINGS = frozenset(
 NEUTRAL = {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "num_return_sequences": 1}
 
 
-def can_decode_groups(model: CausalLM, config: GenerationConfig) -> bool:
-    """Return True if ``decode_groups`` may replace the decoding loop of ``model.generate``."""
-    return not decoding_path(model, config).reason
-
-
 def decoding_path(model: CausalLM, config: GenerationConfig) -> FastPath:
-    """Return the decoding loop of a run: the own one, or that of ``model.generate`` with the reason.
+    """Return the decoding loop of a run: ``decode_groups``, or that of ``model.generate`` with the reason.
 
     Ranks whose parameters are sharded leave the own loop at different steps, so they must not use it.
     """

@@ -23,7 +23,7 @@ from groupwise.cpu import cpu_generation
 from groupwise.cpu.linear import stock_linears
 from groupwise.cpu.multinomial import RowStreams
 from groupwise.distributed import requires_lockstep_forwards
-from groupwise.errors import BackendError, ConfigError, shortened
+from groupwise.errors import BackendError, ConfigError, GroupwiseError, shortened
 from groupwise.generation.backends import BackendEntry
 from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
 from groupwise.generation.decoding import (
@@ -34,7 +34,6 @@ from groupwise.generation.decoding import (
 )
 from groupwise.generation.settings import (
     autocast_of_training,
-    can_decode_groups,
     can_record,
     check_cache,
     check_config,
@@ -89,6 +88,8 @@ class TransformersBackend(GenerationBackend):
     """
 
     supports_images = True
+    #: Why decoding steps are no CUDA graphs; "": they are, where they can be recorded.
+    eager_reason = ""
 
     def __init__(
         self,
@@ -108,6 +109,9 @@ class TransformersBackend(GenerationBackend):
         self.compares = config is not None and config.logprob_mismatch_check != "off"
         self.plain_check: PlainForwardCheck | None = None
         self.end_tokens = frozenset(end_tokens(generation_config))
+        self.records_experts = config is not None and config.router_replay == "R3"
+        if self.records_experts:
+            self.eager_reason = "router_replay='R3' records experts in Python, which a graph does not run"
         self.graphs: StepGraphs | None = None  # on a CUDA device
 
     @property
@@ -135,7 +139,7 @@ class TransformersBackend(GenerationBackend):
         if device.type == "cuda" and self.graphs is None:
             from groupwise.generation.decoding_graph import StepGraphs
 
-            self.graphs = StepGraphs()
+            self.graphs = StepGraphs(reason=self.eager_reason)
         return self.graphs
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
@@ -156,17 +160,17 @@ class TransformersBackend(GenerationBackend):
                 sample = self._generate_by_length if self.by_length else self._generate
                 return sample(prompts, sampling)
             except Exception as error:
-                if not isinstance(error, WrongLogpsError) and not self._may_be_of_its_way(error):
+                if not self._may_be_of_its_way(error):
                     raise
                 self._leave_way(error)
             if state is not None and self.generator is not None:  # as if the other way had never been taken
                 self.generator.set_state(state)
 
     def _may_be_of_its_way(self, error: Exception) -> bool:
-        """Return True if the present way, which has given no compared rows yet, may not suit the model."""
-        known = isinstance(error, BackendError | torch.OutOfMemoryError) or (
-            isinstance(error, RuntimeError) and is_out_of_memory(error)
-        )
+        """Return True for wrong log-probs, and errors of a way that has given no compared rows yet."""
+        if isinstance(error, WrongLogpsError):
+            return True
+        known = isinstance(error, BackendError | torch.OutOfMemoryError) or is_out_of_memory(error)
         return self.plain_check is not None and not (known or self.plain_check.seen)
 
     def padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -268,25 +272,33 @@ class TransformersBackend(GenerationBackend):
             routing: Any = None  # SampledRouting
             generator = self.generator_of(sampling, model.device)
             draws: Any = nullcontext() if generator is None else DrawnFrom(generator)
-            if not (lockstep or self.stock_decoding) and can_decode_groups(model, config):
+            if not (lockstep or self.stock_decoding or decoding_path(model, config).reason):
                 first, copies = group_prompts(prompts, images)  # P rows, of which the loop makes B
                 rows, images = [prompts[row] for row in first], [images[row] for row in first if images]
-                if self.config is not None and self.config.router_replay == "R3":
+                if self.records_experts:
                     from groupwise.policy.experts import SampledRouting
 
                     routing = SampledRouting(experts_of(model) or (0, 0))
                 draws = nullcontext()  # the sampler has the generator
-                graphs = None if routing is not None else self._step_graphs(model.device)  # no Python
+                graphs = self._step_graphs(model.device)
                 sampler, make_rows = (RowSampler, DecodingRows) if graphs is None else graphs.loop()
-                records: Any = {"recorder": recorder, "logps": logps, "routing": routing}
-                own: Any = {"make_rows": make_rows, "copies": copies}
-                own["make_sampler"] = partial(sampler, generator=generator, **records)
-                own["image_arrays"] = {name for row in images for name in row.arrays}
-                loop = {"custom_generate": partial(decode_groups, **own)}
+                own_loop = partial(
+                    decode_groups,
+                    copies=copies,
+                    image_arrays={name for row in images for name in row.arrays},
+                    make_sampler=partial(
+                        sampler, recorder=recorder, generator=generator, logps=logps, routing=routing
+                    ),
+                    make_rows=make_rows,
+                )
+                loop = {"custom_generate": own_loop}
+            elif self.records_experts and (lockstep or self.stock_decoding):
+                raise _needs_own_loop(BackendError, self.fast_paths(model)[0].reason)
             elif recorder is not None or logps is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, logps=logps, synced_gpus=lockstep)
                 loop = {"custom_generate": stock_loop}
-            inputs = self._model_inputs(rows, images, padded, model.device)
+            multiple = self.pad_to_multiple_of if padded else None
+            inputs = self.model_inputs(rows, images, multiple, model.device)
             prompt_length = inputs["input_ids"].shape[1]  # L, padding included
             with draws, nullcontext() if routing is None else routing:
                 sequences = model.generate(**inputs, generation_config=config, **loop)  # (B, L + longest)
@@ -342,15 +354,14 @@ class TransformersBackend(GenerationBackend):
             return self.generator
         return RowStreams(sampling.seeds, device)
 
-    def _model_inputs(
+    def model_inputs(
         self,
         prompts: Sequence[Sequence[int]],
         images: Sequence[ImageInputs],
-        padded: bool,
+        multiple: int | None,
         device: torch.device,
     ) -> dict[str, Any]:
         """Return ids and mask of the prompts, padded on the left: (B or P, L), and tensors of the images."""
-        multiple = self.pad_to_multiple_of if padded else None
         pad = self.generation_config.pad_token_id
         input_ids = pad_sequences(prompts, pad, left=True, multiple_of=multiple, device=device)
         length = input_ids.shape[1]
@@ -396,6 +407,13 @@ class TransformersBackend(GenerationBackend):
         return completions
 
 
+def _needs_own_loop(error: type[GroupwiseError], reason: str) -> GroupwiseError:
+    return error(
+        "router_replay='R3' records experts in groupwise's decoding loop, which is not used: "
+        f"{reason}; use 'R2' or 'disabled'"
+    )
+
+
 def make_backend(
     policy: Callable[[], PreTrainedModel],
     config: GRPOConfig,
@@ -414,11 +432,8 @@ def make_backend(
         gather_weights=is_zero3_enabled() and config.ds3_gather_for_generation,
     )
     path = decoding_path(policy(), backend.config_of(RUN_SETTINGS))
-    if config.router_replay == "R3" and path.reason:
-        raise ConfigError(
-            "router_replay='R3' records experts in groupwise's decoding loop, which is not used: "
-            f"{path.reason}; use 'R2' or 'disabled'"
-        )
+    if backend.records_experts and path.reason:
+        raise _needs_own_loop(ConfigError, path.reason)
     warn_about_model_settings(policy(), backend.config_of(RUN_SETTINGS))
     warn_about_run_settings(config)
     return backend

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from peft import LoraConfig
 from support import runs
 from support.saved_runs import files
 from support.sweep_runs import assert_equal, config, history
-from transformers import TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 
 from groupwise import ConfigError, GRPOTrainer, RewardError, Sweep
+from groupwise.commands.sweeps.sampler import SharedBackend
 from groupwise.cpu.multinomial import unchecked_multinomial
 from groupwise.generation import decoding
 
@@ -259,6 +261,14 @@ def test_rewards_may_differ_between_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_replays_the_experts_of_its_samples_is_refused(tmp_path):
+    """The shared sampler does not record them."""
+    backend = SharedBackend(policy, GenerationConfig(), config(tmp_path, router_replay="R3"))
+    backend.thread = SimpleNamespace(name="one")  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"run 'one': .*router_replay='R3' needs another decoding loop"):
+        backend.check()
+
+
 def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
     sweep(tmp_path, ("plain", "hot")).run()
     lines = capsys.readouterr().out.splitlines()
@@ -276,8 +286,8 @@ def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
         ({"output_dir": "elsewhere"}, "one directory each"),
         ({"cast_lm_head_to_fp32": True}, "share a base model cannot have"),
         ({"fp16": True}, "must be the same"),
-        ({"generation_kwargs": {"num_beams": 2}}, "decoding loop of transformers"),
-        ({"cache_implementation": "static"}, "decoding loop of transformers"),
+        ({"generation_kwargs": {"num_beams": 2}}, "another decoding loop"),
+        ({"cache_implementation": "static"}, "another decoding loop"),
     ],
 )
 def test_settings_that_runs_of_a_process_cannot_have(changes, message, tmp_path, monkeypatch):

@@ -18,13 +18,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from groupwise.commands.sweeps.adapters import BatchRuns, RowAdapters, shared_copy
 from groupwise.commands.sweeps.turns import TurnThread
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.cpu import cpu_generation, install_cpu_training
 from groupwise.errors import ConfigError
 from groupwise.generation.base import RUN_SETTINGS
 from groupwise.generation.decoding import RowSampler, decode_groups, group_prompts
 from groupwise.generation.settings import (
-    can_decode_groups,
+    decoding_path,
     keep_autocast_weights,
     make_recorder,
     without_model_settings,
@@ -36,8 +35,6 @@ from groupwise.tokenization.text import ProcessingClass
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-
-    from groupwise.generation.decoding_graph import StepGraphs
 
 #: Settings and adapters of the runs that share a base model.
 Runs: TypeAlias = "Sequence[tuple[GRPOConfig, PeftConfig]]"
@@ -61,6 +58,7 @@ class SharedBackend(TransformersBackend):
     """Backend of a run whose completions come from the shared sampler; the run pauses until it has them."""
 
     supports_images = False
+    eager_reason = "the runs of a sweep are decoded in one batch"
     thread: TurnThread
 
     def generate(
@@ -69,19 +67,14 @@ class SharedBackend(TransformersBackend):
         self.check(sampling)
         return self.thread.pause(SampleRequest(self, prompts, sampling))
 
-    def _step_graphs(self, device: torch.device) -> StepGraphs | None:
-        graphs = super()._step_graphs(device)
-        if graphs is not None:
-            graphs.reason = "the runs of a sweep are decoded in one batch"
-        return graphs
-
     def check(self, sampling: SamplingOptions = RUN_SETTINGS) -> None:
-        """Raise ConfigError if a setting does not act on each row independently."""
+        """Raise ConfigError for a setting that the shared sampler does not have."""
         model, config = self.model(), self.config_of(sampling)
-        if self.stock_decoding or not (is_text_only(model) and can_decode_groups(model, config)):
+        needs_other = self.stock_decoding or self.records_experts or not is_text_only(model)
+        if needs_other or decoding_path(model, config).reason:
             raise ConfigError(
-                f"run {self.thread.name!r}: the model, its cache or a sampling setting needs the decoding "
-                "loop of transformers, which the shared sampler does not have; train the run on its own"
+                f"run {self.thread.name!r}: the model, its cache, a sampling setting or router_replay='R3' "
+                "needs another decoding loop than the shared sampler has; train the run on its own"
             )
 
 
@@ -100,13 +93,9 @@ class _Part:
         self.recorder = make_recorder(model, self.config)  # None: nothing is truncated
         self.rows_R: torch.Tensor  # positions of its rows in the batch
         self.error: Exception | None = None
-        pad = self.config.pad_token_id
-        self.input_ids = pad_sequences(self.prompts, pad, left=True, multiple_of=length, device=model.device)
-        lengths = [len(prompt) for prompt in self.prompts]
-        self.mask = length_mask(lengths, length, left=True, device=model.device)
+        self.inputs = self.backend.model_inputs(self.prompts, (), length, model.device)
         # The loop of a run on its own gets its processors and criteria from generate; this one too.
-        inputs = {"input_ids": self.input_ids, "attention_mask": self.mask}
-        model.generate(**inputs, generation_config=self.config, custom_generate=self._keep_sampler)
+        model.generate(**self.inputs, generation_config=self.config, custom_generate=self._keep_sampler)
 
     def _keep_sampler(
         self,
@@ -261,8 +250,8 @@ def sample_together(
         copies = [count for part in parts for count in part.copies]
         loop = partial(decode_groups, copies=copies, make_sampler=lambda *_: sampler)
         sequences = model.generate(
-            input_ids=torch.cat([part.input_ids for part in parts]),
-            attention_mask=torch.cat([part.mask for part in parts]),
+            input_ids=torch.cat([part.inputs["input_ids"] for part in parts]),
+            attention_mask=torch.cat([part.inputs["attention_mask"] for part in parts]),
             generation_config=config,
             custom_generate=loop,
         )
