@@ -11,39 +11,37 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from groupwise.commands.iterative.iterative import IterativeGRPO
-    from groupwise.commands.iterative.iterative_config import IterativeConfig
-    from groupwise.commands.report.html_report import write_report
-    from groupwise.commands.sweeps.scheduler import Sweep
-    from groupwise.config.grpo_config import GRPOConfig
-    from groupwise.core.advantages import register_advantage, register_aggregation
-    from groupwise.core.objectives import register_objective
-    from groupwise.core.weights import register_normalizer
-    from groupwise.errors import (
-        AgentError,
-        BackendError,
-        ConfigError,
-        GroupwiseError,
-        RewardError,
-        TrainingError,
-    )
-    from groupwise.generation.backends import register_backend
-    from groupwise.generation.base import GenerationBackend
-    from groupwise.records import (
-        Completion,
-        Experience,
-        LogprobOutput,
-        LossOutput,
-        MicroBatch,
-        RewardBatch,
-        RolloutBatch,
-        RolloutRequest,
-        SamplingOptions,
-        TokenBatch,
-    )
-    from groupwise.reporting.callback import GRPOCallback
-    from groupwise.trainer import GRPOTrainer
+    from groupwise.commands.iterative.iterative import IterativeGRPO as IterativeGRPO
+    from groupwise.commands.iterative.iterative_config import IterativeConfig as IterativeConfig
+    from groupwise.commands.report.html_report import write_report as write_report
+    from groupwise.commands.sweeps.scheduler import Sweep as Sweep
+    from groupwise.config.grpo_config import GRPOConfig as GRPOConfig
+    from groupwise.core.advantages import register_advantage as register_advantage
+    from groupwise.core.advantages import register_aggregation as register_aggregation
+    from groupwise.core.objectives import register_objective as register_objective
+    from groupwise.core.weights import register_normalizer as register_normalizer
+    from groupwise.errors import AgentError as AgentError
+    from groupwise.errors import BackendError as BackendError
+    from groupwise.errors import ConfigError as ConfigError
+    from groupwise.errors import GroupwiseError as GroupwiseError
+    from groupwise.errors import RewardError as RewardError
+    from groupwise.errors import TrainingError as TrainingError
+    from groupwise.generation.backends import register_backend as register_backend
+    from groupwise.generation.base import GenerationBackend as GenerationBackend
+    from groupwise.records import Completion as Completion
+    from groupwise.records import Experience as Experience
+    from groupwise.records import LogprobOutput as LogprobOutput
+    from groupwise.records import LossOutput as LossOutput
+    from groupwise.records import MicroBatch as MicroBatch
+    from groupwise.records import RewardBatch as RewardBatch
+    from groupwise.records import RolloutBatch as RolloutBatch
+    from groupwise.records import RolloutRequest as RolloutRequest
+    from groupwise.records import SamplingOptions as SamplingOptions
+    from groupwise.records import TokenBatch as TokenBatch
+    from groupwise.reporting.callback import GRPOCallback as GRPOCallback
+    from groupwise.trainer import GRPOTrainer as GRPOTrainer
 
+#: Module of each public name.
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
@@ -76,37 +74,7 @@ _MODULES = {
     "TrainingError": "errors",
 }
 
-__all__ = [
-    "AgentError",
-    "BackendError",
-    "Completion",
-    "ConfigError",
-    "Experience",
-    "GRPOCallback",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "GenerationBackend",
-    "GroupwiseError",
-    "IterativeConfig",
-    "IterativeGRPO",
-    "LogprobOutput",
-    "LossOutput",
-    "MicroBatch",
-    "RewardBatch",
-    "RewardError",
-    "RolloutBatch",
-    "RolloutRequest",
-    "SamplingOptions",
-    "Sweep",
-    "TokenBatch",
-    "TrainingError",
-    "register_advantage",
-    "register_aggregation",
-    "register_backend",
-    "register_normalizer",
-    "register_objective",
-    "write_report",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
