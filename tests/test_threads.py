@@ -95,6 +95,19 @@ def test_a_function_in_the_main_thread_is_interrupted():
     assert interrupted(lambda: 5, LONG) == 5
 
 
+def test_a_thread_that_cannot_use_the_callers_device_fails(monkeypatch):
+    """After an illegal access every call of CUDA raises; who waits for the thread must not wait forever."""
+
+    def broken(device):
+        raise RuntimeError(f"CUDA error on {device}")
+
+    for name, function in (("is_initialized", lambda: True), ("current_device", lambda: 1)):
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    with pytest.raises(RuntimeError, match="CUDA error on 1"):
+        start_thread(lambda: 5).result(LONG)
+
+
 def test_a_thread_has_the_callers_gradient_mode():
     with torch.no_grad():
         futures = [start_thread(torch.is_grad_enabled, "named")]

@@ -50,10 +50,10 @@ def start_thread(function: Callable[[], T], name: str | None = None) -> Future[T
     future: Future[T] = Future()
 
     def run() -> None:
-        torch.set_grad_enabled(grad)
-        if device is not None:
-            torch.cuda.set_device(device)
         try:
+            torch.set_grad_enabled(grad)
+            if device is not None:
+                torch.cuda.set_device(device)
             settle(future, function())
         except BaseException as error:
             settle(future, error=error)
