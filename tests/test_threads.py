@@ -10,7 +10,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from groupwise.threads import EventLoop, await_call, interrupted, start_thread
+from groupwise.threads import CallExecutor, EventLoop, Invocation, await_call, interrupted, start_thread
 
 LONG = 30.0
 
@@ -72,7 +72,7 @@ def test_a_loop_survives_a_task_that_exits(loop, caplog):
 
 
 def test_close_cancels_what_runs_then_finishes_and_ends_the_thread():
-    closed, finished = EventLoop("closed", lambda: ConnectionError("closed")), threading.Event()
+    closed, finished = EventLoop("closed"), threading.Event()
 
     async def finish():
         finished.set()
@@ -80,7 +80,7 @@ def test_close_cancels_what_runs_then_finishes_and_ends_the_thread():
     future = closed.submit(asyncio.sleep(LONG))
     closed.close(finish)
     for made in (lambda: future.result(LONG), lambda: closed.submit(asyncio.sleep(0))):
-        with pytest.raises(ConnectionError, match="closed"):
+        with pytest.raises(RuntimeError, match="the event loop 'closed' was closed"):
             made()
     assert finished.wait(LONG)
     end = time.monotonic() + LONG
@@ -106,6 +106,16 @@ def test_a_thread_that_cannot_use_the_callers_device_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", broken)
     with pytest.raises(RuntimeError, match="CUDA error on 1"):
         start_thread(lambda: 5).result(LONG)
+
+
+def test_a_function_that_cancels_itself_fails(loop):
+    async def cancels():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(LONG)
+
+    (call,) = CallExecutor(loop=loop).run_all([Invocation(cancels)])
+    with pytest.raises(RuntimeError, match="CancelledError"):
+        call.result(LONG)
 
 
 def test_a_thread_has_the_callers_gradient_mode():

@@ -14,7 +14,6 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -38,8 +37,7 @@ _MARKER = "thread_safe"
 
 def is_async(function: object) -> bool:
     """Return True for an ``async def`` function, a callable object with one, or a partial of either."""
-    if isinstance(function, functools.partial):
-        return is_async(function.func)
+    function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -108,18 +106,14 @@ async def await_call(function: Callable[[], Any], timeout: float | None, setting
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # else logged as not read
         call.cancel()  # not awaited: the function may ignore it
         raise TimeLimitError(timeout, setting)
-    if call.cancelled():
-        raise RuntimeError("CancelledError")
     return call.result()
 
 
 async def _guarded(function: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return await function()
-    except BaseException as error:
-        if isinstance(error, (Exception, GeneratorExit)) or is_interrupt(error):
-            raise
-        raise as_exception(error) from error  # within the task: SystemExit would leave the event loop
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise as_exception(error) from error  # within the task: they would leave the event loop
 
 
 class _TimeLimitReached(BaseException):
@@ -170,15 +164,10 @@ class EventLoop:
 
     Args:
         name: of the thread.
-        closed_error: returns the exception of coroutines that :meth:`close` cancels, and of later ones.
     """
 
-    def __init__(
-        self,
-        name: str,
-        closed_error: Callable[[], Exception] = lambda: RuntimeError("the event loop was closed"),
-    ) -> None:
-        self.name, self.closed_error, self.closed, self._is_stopped = name, closed_error, False, False
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
 
@@ -186,7 +175,7 @@ class EventLoop:
         """Schedule a coroutine; returns its future for other threads."""
         if self.closed:
             coroutine.close()
-            raise self.closed_error()
+            raise self._closed_error()
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -206,12 +195,12 @@ class EventLoop:
                 asyncio.run_coroutine_threadsafe(self._stop(finish), self._loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._is_stopped:
+        while not loop.is_closed():
             try:
-                loop.run_forever()
+                loop.run_forever()  # until _stop
+                loop.close()
             except BaseException:  # SystemExit in a task that a function of the user started
                 logger.exception("a task in the event loop %r raised", self.name)
-        loop.close()
 
     async def _until_closed(self, coroutine: Coroutine[Any, Any, T], grad: bool) -> T:
         torch.set_grad_enabled(grad)
@@ -219,8 +208,11 @@ class EventLoop:
             return await coroutine
         except asyncio.CancelledError:
             if self.closed:
-                raise self.closed_error() from None
+                raise self._closed_error() from None
             raise
+
+    def _closed_error(self) -> Exception:
+        return RuntimeError(f"the event loop {self.name!r} was closed")
 
     async def _stop(self, finish: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         running = asyncio.all_tasks() - {asyncio.current_task()}
@@ -232,7 +224,6 @@ class EventLoop:
                 await finish()
             await asyncio.get_running_loop().shutdown_asyncgens()
         finally:
-            self._is_stopped = True
             asyncio.get_running_loop().stop()
 
 
@@ -251,7 +242,7 @@ def is_concurrent(function: Callable[..., object]) -> bool:
     return is_async(function) or getattr(_unwrapped(function), _MARKER, False) is True
 
 
-def function_name(function: Callable[..., object]) -> str:
+def function_name(function: object) -> str:
     """Return the name of a function, also of a partial of it; of another object that of its class."""
     return getattr(_unwrapped(function), "__name__", type(function).__name__)
 
@@ -262,26 +253,18 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-@dataclass(frozen=True)
-class Invocation:
-    """One call.
+class Invocation(Future[Any]):
+    """One call, for :meth:`CallExecutor.start`, and its result.
 
-    function: without arguments.
-    owner: object whose calls must not overlap; None: none.
-    limited: the time limit applies.
+    Args:
+        function: without arguments.
+        owner: object whose calls must not overlap; None: none.
+        limited: the time limit applies.
     """
 
-    function: Callable[[], Any]
-    owner: object = None
-    limited: bool = True
-
-
-class _Call(Future[Any]):
-    """Result of a call, with the owner of its :class:`Invocation`."""
-
-    def __init__(self, owner: object) -> None:
+    def __init__(self, function: Callable[[], Any], owner: object = None, limited: bool = True) -> None:
         super().__init__()
-        self.owner = owner
+        self.function, self.owner, self.limited = function, owner, limited
 
 
 class CallExecutor:
@@ -297,7 +280,7 @@ class CallExecutor:
             (SIGVTALRM, so that ``signal.alarm`` remains free for the function); C code that does not return
             cannot be interrupted. Elsewhere Python cannot stop a call: it runs in a thread, keeps running
             after the limit, and its result is discarded. Async functions are cancelled.
-        limited_by: name of the limit for the user; "": ``tool_timeout``, or ``time_limit`` without one.
+        limited_by: name of the limit for the user.
         loop: event loop of the run; None: a new one.
         idle_limit: seconds in which at least one of the awaited calls must end. None: no limit without
             ``timeout``, else a little more than calls with this limit can take.
@@ -315,40 +298,39 @@ class CallExecutor:
         loop: EventLoop | None = None,
         idle_limit: float | None = None,
     ) -> None:
-        self.timeout, self.idle_limit = timeout, idle_limit
-        self.limited_by = limited_by or ("tool_timeout" if timeout is not None else "time_limit")
+        self.timeout, self.limited_by, self.idle_limit = timeout, limited_by, idle_limit
         self.loop = loop or EventLoop("groupwise-user-code")
         self.unfinished: dict[int, object] = {}
         self._slots: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()  # by event loop
 
-    def start(self, invocations: Sequence[Invocation]) -> list[Future[Any]]:
+    def start(self, invocations: Sequence[Invocation]) -> Sequence[Invocation]:
         """Start concurrent functions in the background, then call the others in order in this thread.
 
         Calls of one owner are sequential; they run in this thread if one of them is not concurrent.
 
         Returns:
-            One future per invocation. Those of sync functions are done.
+            The invocations. Those of sync functions are done.
         """
         here = {id(each.owner) for each in invocations if not is_concurrent(each.function)} - {id(None)}
-        futures: list[Future[Any]] = [_Call(each.owner) for each in invocations]
-        sequences: dict[int, list[int]] = {}  # positions by owner
-        for index, each in enumerate(invocations):
+        sequences: dict[int, list[Invocation]] = {}  # by owner, if there is one
+        in_this_thread = []
+        for each in invocations:
             if is_concurrent(each.function) and id(each.owner) not in here:
-                sequences.setdefault(-index - 1 if each.owner is None else id(each.owner), []).append(index)
-        for indices in sequences.values():
-            self._start_sequence([(invocations[i].function, futures[i]) for i in indices])
-        background = {index for indices in sequences.values() for index in indices}
-        for index, each in enumerate(invocations):
-            if index not in background:
-                self._call(each.function, futures[index], self.timeout if each.limited else None)
-        return futures
+                sequences.setdefault(id(each if each.owner is None else each.owner), []).append(each)
+            else:
+                in_this_thread.append(each)
+        for calls in sequences.values():
+            self._start_sequence(calls)
+        for call in in_this_thread:
+            self._call(call)
+        return invocations
 
-    def run_all(self, invocations: Sequence[Invocation]) -> list[Future[Any]]:
-        """Call functions as :meth:`start` does, and wait; return their finished futures."""
-        futures = self.start(invocations)
-        while self.wait_for_next(futures):
+    def run_all(self, invocations: Sequence[Invocation]) -> Sequence[Invocation]:
+        """Call functions as :meth:`start` does, and wait; return the finished invocations."""
+        self.start(invocations)
+        while self.wait_for_next(invocations):
             pass
-        return futures
+        return invocations
 
     def wait_for_next(self, futures: Sequence[Future[Any]]) -> bool:
         """Wait until one more of ``futures`` is done; return False if all are.
@@ -381,41 +363,41 @@ class CallExecutor:
         """Fail a call that continues in the background, unless it is done."""
         if future.done():
             return
-        owner = getattr(future, "owner", None)
-        if owner is not None:
-            self.unfinished[id(owner)] = owner
+        if isinstance(future, Invocation) and future.owner is not None:
+            self.unfinished[id(future.owner)] = future.owner
         settle(future, error=error)
 
-    def _call(self, function: Callable[[], Any], future: Future[Any], timeout: float | None) -> None:
+    def _call(self, call: Invocation) -> None:
         """Call a function in this thread, or wait for it if it is async or cannot be interrupted here."""
+        function, timeout = call.function, self.timeout if call.limited else None
         is_main = threading.current_thread() is threading.main_thread()
         can_interrupt = is_main and hasattr(signal, "pthread_kill")
         if is_async(function) or (timeout is not None and not can_interrupt):
-            self._start_sequence([(function, future)])
-            self.wait_for_next([future])
+            self._start_sequence([call])
+            self.wait_for_next([call])
             return
         try:
             with keep_grad_mode(f"the function {function_name(function)!r} of a tool or environment"):
                 result = function() if timeout is None else interrupted(function, timeout, self.limited_by)
-            future.set_result(result)
+            call.set_result(result)
         except BaseException as problem:
             if is_interrupt(problem):
                 raise
-            settle(future, error=problem)
+            settle(call, error=problem)
 
-    def _start_sequence(self, calls: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    def _start_sequence(self, calls: Sequence[Invocation]) -> None:
         async def run() -> None:
             # One per loop: a semaphore belongs to the loop in which it first waited.
             slots = self._slots.setdefault(
                 asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT_CALLS)
             )
-            for function, future in calls:
+            for call in calls:
                 async with slots:
                     try:
-                        settle(future, await await_call(function, self.timeout, self.limited_by))
+                        settle(call, await await_call(call.function, self.timeout, self.limited_by))
                     except TimeLimitError as problem:
-                        self.give_up(future, problem)
+                        self.give_up(call, problem)
                     except BaseException as problem:  # SystemExit would end the event loop
-                        settle(future, error=problem)
+                        settle(call, error=problem)
 
         self.loop.submit(run())

@@ -278,11 +278,13 @@ class Leaving(Counter):
 def test_a_failing_reset_names_environment_method_and_row(cls, goal, message):
     rows = [{**question("?"), "goal": 0}, {**question("?"), "goal": goal}]
     with pytest.raises(AgentError, match=message):
-        generate_rollouts(EnvironmentPool(cls, CallExecutor(0.05)), [["x"], ["y"]], rows)
+        generate_rollouts(
+            EnvironmentPool(cls, CallExecutor(0.05, limited_by="tool_timeout")), [["x"], ["y"]], rows
+        )
 
 
 def test_tool_timeout_limits_get_reward():
-    environments = EnvironmentPool(Stuck, CallExecutor(0.05))
+    environments = EnvironmentPool(Stuck, CallExecutor(0.05, limited_by="tool_timeout"))
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
     with pytest.raises(
         RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds \(tool_timeout\)"

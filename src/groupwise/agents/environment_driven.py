@@ -52,7 +52,7 @@ class EnvironmentLoop(AgentLoop):
 
     def __init__(self, environment: RolloutEnvironment) -> None:
         self.environment = environment
-        self.executor = CallExecutor(idle_limit=environment.time_limit)
+        self.executor = CallExecutor(idle_limit=environment.time_limit, limited_by="time_limit")
         self.uses_tools = getattr(environment, "uses_tools", False)
 
     @property

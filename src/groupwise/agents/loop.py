@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.core.metrics import Metrics
 from groupwise.errors import AgentError
 from groupwise.records.images import ImageInputs
-from groupwise.threads import CallExecutor, Invocation
+from groupwise.threads import CallExecutor
 from groupwise.tokenization.prompts import Message, Prompt
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class ChatResponse:
     tool_calls: Sequence[ToolCall] = ()
 
 
-#: Functions to call, and calls in progress, that a rollout waits for before it continues.
-Calls = Sequence[Invocation | Future[Any]]
+#: Functions to call (:class:`Invocation`), and calls in progress, that a rollout waits for.
+Calls = Sequence[Future[Any]]
 
 #: A rollout as a generator. It yields a request and receives the :class:`ChatResponse`, or None if no token
 #: remains for a turn; the ``yield`` raises if a later message cannot be rendered. Or it yields calls and

@@ -350,11 +350,10 @@ class MultiTurnRollouts:
 
     def _start(self, rollouts: Sequence[Rollout]) -> None:
         """Start the calls of rollouts, together: async calls of all begin before the sync ones, made here."""
-        invocations = [call for each in rollouts for call in each.calls if isinstance(call, Invocation)]
-        started = iter(self.loop.executor.start(invocations))
+        calls = [call for each in rollouts for call in each.calls]
+        self.loop.executor.start([call for call in calls if isinstance(call, Invocation)])
         for rollout in rollouts:
-            calls, rollout.calls = rollout.calls, ()
-            rollout.futures = [next(started) if isinstance(c, Invocation) else c for c in calls]
+            rollout.futures, rollout.calls = [*rollout.calls], ()
 
     def _send(
         self,

@@ -74,7 +74,7 @@ def make_agent_loop(
             f"environment_factory is a {type(environment_factory).__name__}, which runs the rollouts of a "
             "batch; pass it as rollout_func"
         )
-    executor = CallExecutor(config.tool_timeout)
+    executor = CallExecutor(config.tool_timeout, limited_by="tool_timeout")
     factories = cast("EnvironmentFactory | Mapping[str, EnvironmentFactory] | None", environment_factory)
     common = [make_tool(tool) for tool in tools or []]
     return ToolLoop(

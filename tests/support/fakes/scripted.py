@@ -147,7 +147,7 @@ def agents(
     loop = ToolLoop(
         [make_tool(tool) for tool in tools],
         environments,
-        CallExecutor(config.tool_timeout) if environments is None else None,
+        CallExecutor(config.tool_timeout, limited_by="tool_timeout") if environments is None else None,
         max_iterations=config.max_tool_calling_iterations,
         scores_rollouts=max_retries is not None,
     )

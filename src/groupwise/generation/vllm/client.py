@@ -434,9 +434,7 @@ class VLLMServers:
         self.adapter: str | None = None  # of new requests; None: the weights of the model
         self.lost: set[str] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY * len(urls))
-        self._background = EventLoop(
-            "vllm-client", lambda: ServerUnavailableError("the client of the vLLM servers was closed")
-        )
+        self._background = EventLoop("vllm-client")
 
     # Generation.
 

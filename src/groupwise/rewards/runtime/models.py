@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
+from groupwise.threads import function_name
 from groupwise.tokenization.prompts import Prompt, join_conversation
 from groupwise.tokenization.text import (
     message_text,
@@ -163,9 +163,7 @@ def reward_name(function: object) -> str:
         return function.rstrip("/").split("/")[-1]
     if isinstance(function, PreTrainedModel):
         return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
-    if isinstance(function, functools.partial):
-        return reward_name(function.func)
-    return getattr(function, "__name__", type(function).__name__)
+    return function_name(function)
 
 
 def reward_names(functions: Sequence[object]) -> list[str]:
