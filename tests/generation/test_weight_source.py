@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from groupwise.generation.vllm.weight_source import EngineWeights, WeightMeta
+from groupwise.generation.vllm.weight_source import EngineWeights
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_item_size() -> None:
@@ -29,9 +29,10 @@ def test_every_tensor_begins_at_a_multiple_of_its_item_size() -> None:
         order.append(name)
     assert order == ["bytes", "long", "matrix", "float", "half", "byte"]
     assert list(weights) == []  # a pass is read once
-    assert [one.name for one in weights.metadata()] == order
-    assert weights.metadata()[3] == WeightMeta("float", torch.float32, (3,))
-    assert [one.nbytes for one in weights.metadata()] == [8, 8, 8, 12, 6, 1]
+    assert [name for name, _ in weights.metadata()] == order
+    found = weights.metadata()[3][1]
+    assert found.is_meta and (found.dtype, found.shape) == (torch.float32, (3,))
+    assert [one.nbytes for _, one in weights.metadata()] == [8, 8, 8, 12, 6, 1]
 
 
 def test_metadata_reads_the_weights_once() -> None:
@@ -44,7 +45,7 @@ def test_metadata_reads_the_weights_once() -> None:
     weights = EngineWeights()
     for _ in range(3):
         weights.begin(read)
-        assert [one.name for one in weights.metadata()] == ["w"] and len(list(weights)) == 1
+        assert [name for name, _ in weights.metadata()] == ["w"] and len(list(weights)) == 1
     assert len(passes) == 1 + 3
 
 

@@ -80,7 +80,7 @@ def weight_source(weights: Any) -> Any:
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     def metadata(self: Any) -> list[Any]:
-        return [ParamMeta(*one) for one in weights.metadata()]
+        return [ParamMeta(name, one.dtype, tuple(one.shape)) for name, one in weights.metadata()]
 
     members = {"metadata": metadata, "__iter__": lambda self: iter(weights)}
     return type("PolicyWeightSource", (WeightSource,), members)()

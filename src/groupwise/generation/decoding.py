@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from groupwise.compat.transformers import (
     cache_argument,
@@ -37,11 +32,7 @@ from groupwise.errors import BackendError
 from groupwise.generation.growing_cache import continue_rows
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.attention import install_attention_hook
-from groupwise.policy.introspection import (
-    CausalLM,
-    experts_of,
-    without_adapter,
-)
+from groupwise.policy.introspection import CausalLM, experts_of, without_adapter
 from groupwise.policy.logprob_mismatch import LogpRecorder, WrongLogpsError
 from groupwise.records.images import ImageInputs
 

@@ -26,12 +26,7 @@ from groupwise.distributed import requires_lockstep_forwards
 from groupwise.errors import BackendError, ConfigError, GroupwiseError, shortened
 from groupwise.generation.backends import BackendEntry
 from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
-from groupwise.generation.decoding import (
-    DecodingRows,
-    RowSampler,
-    decode_groups,
-    group_prompts,
-)
+from groupwise.generation.decoding import DecodingRows, RowSampler, decode_groups, group_prompts
 from groupwise.generation.settings import (
     autocast_of_training,
     can_record,

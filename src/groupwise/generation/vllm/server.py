@@ -351,10 +351,11 @@ class VLLMServerBackend(VLLMBackend):
         finally:
             for _ in base:  # gathering it is a collective
                 pass
-        if config.process_index == 0:
-            self._adapters = self._adapters or AdapterTransfer(self, config.rollout_staleness)
-            self._adapters.push(adapter, name)
-        return self._check.compare_adapter(adapter) if config.process_index == 0 else None
+        if config.process_index != 0:
+            return None
+        self._adapters = self._adapters or AdapterTransfer(self, config.rollout_staleness)
+        self._adapters.push(adapter, name)
+        return self._check.compare_adapter(adapter)
 
     def load_adapter(self, name: str, path: Path) -> int:
         """Load an adapter on every server by its path, or its bytes where a server cannot read the path.

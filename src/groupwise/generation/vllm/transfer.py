@@ -83,7 +83,7 @@ class WeightTransfer:
         self.failure: Exception | None = None
         self.answer: Future[None] = Future()
         if backend in WITH_METADATA:
-            sizes = [one.nbytes for one in weights.metadata()]
+            sizes = [one.nbytes for _, one in weights.metadata()]
             # CUDA IPC refuses a tensor that is larger than its buffer.
             given |= {"packed": True, "packed_buffer_size_bytes": max(*sizes, min(BUCKET_BYTES, sum(sizes)))}
         if backend == "nccl":

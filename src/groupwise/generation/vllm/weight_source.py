@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 
 NamedTensor = tuple[str, torch.Tensor]
-
-
-class WeightMeta(NamedTuple):
-    """Name, dtype and shape of a weight: the fields of vLLM's ``ParamMeta``."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 class EngineWeights:
@@ -35,20 +22,22 @@ class EngineWeights:
         self._read: Callable[[], Iterator[NamedTensor]] = lambda: iter(())
         self._rest = self._read()
         self._stream: torch.cuda.Stream | None = None
-        self._metadata: list[WeightMeta] | None = None
+        self._metadata: list[NamedTensor] | None = None
 
     def begin(self, read: Callable[[], Iterator[NamedTensor]]) -> None:
         """Begin a pass over the weights that ``read`` iterates over."""
         self._read, self._rest, self._stream = read, _aligned(read()), current_stream()
 
-    def metadata(self) -> list[WeightMeta]:
-        """Return names, dtypes and shapes in the order of iteration.
+    def metadata(self) -> list[NamedTensor]:
+        """Return the weights on the meta device, in the order of iteration.
 
         The first call reads all weights once more, which is a collective if they are sharded.
         """
         if self._metadata is None:
             weights = _aligned(self._read())
-            self._metadata = [WeightMeta(name, one.dtype, tuple(one.shape)) for name, one in weights]
+            self._metadata = [
+                (name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for name, one in weights
+            ]
         return self._metadata
 
     def __iter__(self) -> Iterator[NamedTensor]:
