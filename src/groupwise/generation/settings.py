@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,33 +234,28 @@ def decoding_path(model: CausalLM, config: GenerationConfig) -> FastPath:
 
     Ranks whose parameters are sharded leave the own loop at different steps, so they must not use it.
     """
-    reason, warns = _reason_for_generate(model, config)
-    return FastPath("decoding", "transformers", reason, warns) if reason else FastPath("decoding", "own loop")
-
-
-def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str, bool]:
-    """Return the reason against ``decode_groups``, or "", and True unless the user chose it."""
+    stock = partial(FastPath, "decoding", "transformers")
     base: CausalLM = without_adapter(model)
     name = type(base).__name__
     if config.cache_implementation is not None:
-        return f"cache_implementation={config.cache_implementation!r}", False
+        return stock(f"cache_implementation={config.cache_implementation!r}")
     if not has_stock_sampling_loop(base) or "generate" in vars(model):  # on the instance of a PEFT model
-        return f"{name} has a generate or _sample of its own", True
+        return stock(f"{name} has a generate or _sample of its own", warns=True)
     if not has_stock_processors(base):  # which may act on several rows
-        return f"{name} has logits processors or stopping criteria of its own", True
+        return stock(f"{name} has logits processors or stopping criteria of its own", warns=True)
     if has_prompt_learning(model):
-        return "the adapter adds virtual tokens", False
+        return stock("the adapter adds virtual tokens")
     if base.config.is_encoder_decoder:
-        return f"{name} has an encoder", False
+        return stock(f"{name} has an encoder")
     if no_images := cannot_continue_images(model):
-        return no_images, False
+        return stock(no_images)
     if not supports_dynamic_cache(base):
-        return f"transformers makes no DynamicCache for {name}", False
+        return stock(f"transformers makes no DynamicCache for {name}")
     reason, unknown = cache_without_rows(base)
     if reason:
-        return reason, unknown
+        return stock(reason, warns=unknown)
     if cache_argument(base) is None:
-        return f"the forward of {name} has no argument of a known name for the cache", True
+        return stock(f"the forward of {name} has no argument of a known name for the cache", warns=True)
     given = {**base.generation_config.to_diff_dict(), **config.to_diff_dict()}
     settings = [
         name
@@ -268,7 +264,9 @@ def _reason_for_generate(model: CausalLM, config: GenerationConfig) -> tuple[str
             name in ROW_SETTINGS or value == NEUTRAL.get(name) or (value is False and name != "use_cache")
         )
     ]
-    return f"{', '.join(settings)} may act on several rows" if settings else "", False
+    if settings:
+        return stock(f"{', '.join(settings)} may act on several rows")
+    return FastPath("decoding", "own loop")
 
 
 def make_recorder(model: CausalLM, config: GenerationConfig) -> SamplingMaskRecorder | None:
