@@ -20,8 +20,6 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "main_process_ip": (str, "address of machine 0"),
     "main_process_port": (int, "port on machine 0; on a single machine, 0 is a free one"),
 }
-#: Set in the processes that this module starts: they train and start none.
-_STARTED = "GROUPWISE_STARTED_BY_TRAIN"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,18 +35,15 @@ def run(arguments: Sequence[str]) -> int:
     given = {name: value for name, value in vars(options).items() if value is not None}
     if {"-h", "--help"} & {*rest}:
         print(parser.format_help())
-    elif given and os.environ.pop(_STARTED, None) is None:
-        return _launch(given, arguments)
+    elif given:
+        return _launch(given, rest)
     from groupwise.commands.cli import train
 
     return train.run(rest)
 
 
-def _flags(options: dict[str, object]) -> list[str]:
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
-
-
 def _launch(options: dict[str, object], arguments: Sequence[str]) -> int:
+    """Train in processes that get the other arguments, without the options of the launch: they start none."""
     if rank := os.environ.get("RANK"):
         launcher = f"a launcher started this process (RANK={rank}); give the option to that launcher"
         raise ConfigError(f"--{next(iter(options))}: {launcher}, or start groupwise train without one")
@@ -60,15 +55,14 @@ def _launch(options: dict[str, object], arguments: Sequence[str]) -> int:
         allowed = f"{', '.join(CONFIGS)}, or a path of a YAML file; nearest: {nearest_name(config, CONFIGS)}"
         raise ConfigError(f"--accelerate_config {config}: no such configuration or file; allowed: {allowed}")
     from accelerate.commands.launch import launch_command, launch_command_parser
-    from accelerate.utils import patch_environment
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    command = ["--config_file", str(CONFIGS.get(config, config)), *_flags(options)]
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    program = ["-m", "groupwise.cli", "train", *arguments]
+    command = ["--config_file", str(CONFIGS.get(config, config)), *flags, *program]
     try:
-        with patch_environment(**{_STARTED: "1"}):
-            program = ["-m", "groupwise.cli", "train", *arguments]
-            launch_command(launch_command_parser().parse_args([*command, *program]))
+        launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         first, failure = error.get_first_failure()
         print(f"groupwise: rank {first} ended with exit code {failure.exitcode}", file=sys.stderr)
