@@ -6,7 +6,7 @@ the tokens of a run on its own. Axes: P prompts, R rows of the batch, S position
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -115,6 +115,14 @@ class _Part:
         )
         return input_ids
 
+    def attempt(self, step: Callable[..., Any], *batch: torch.Tensor) -> torch.Tensor | None:
+        """Call a step of the run's sampler for its rows, if it has any; an error ends them alone."""
+        try:
+            return step(*(each[self.rows_R] for each in batch)) if len(self.rows_R) else None
+        except Exception as error:  # of a processor of this run; logits that are NaN, on a GPU one step later
+            self.error, self.rows_R = error, self.rows_R[:0]
+            return None
+
     def completions(self, sequences: list[list[int]]) -> list[Completion] | Exception:
         """Return the completions of the run from the tokens after the prompts, padded on the right."""
         if self.error is not None:
@@ -147,23 +155,14 @@ class _JointSampler(RowSampler):
     def sample(self, tokens_RS: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
         next_R = tokens_RS.new_full((len(tokens_RS),), self.pad)
         for part in self.parts:
-            rows_R = part.rows_R
-            if not len(rows_R):
-                continue
-            try:
-                next_R[rows_R] = part.sampler.sample(tokens_RS[rows_R], logits_RV[rows_R])
-            except Exception as error:  # logits that are NaN, a processor of this run; the others go on
-                part.error, part.rows_R = error, rows_R[:0]
+            sampled_R = part.attempt(part.sampler.sample, tokens_RS, logits_RV)
+            if sampled_R is not None:
+                next_R[part.rows_R] = sampled_R
         return next_R
 
     def rows_to_keep(self, tokens_RS: torch.Tensor) -> torch.Tensor | None:
         for part in self.parts:
-            if not len(part.rows_R):
-                continue
-            try:
-                kept_R = part.sampler.rows_to_keep(tokens_RS[part.rows_R])
-            except Exception as error:  # logits that are NaN, on a device that is not waited for before
-                part.error, kept_R = error, part.rows_R[:0]
+            kept_R = part.attempt(part.sampler.rows_to_keep, tokens_RS)
             if kept_R is not None:
                 part.rows_R = part.rows_R[kept_R]
         remaining_R = torch.cat([part.rows_R for part in self.parts])
@@ -206,54 +205,45 @@ class PolicySampler:
         self.model = accelerator.prepare_model(self.adapters.model, evaluation_mode=True)
         install_cpu_training([self.model])
 
-    def sample(self, requests: Sequence[Any], policies: Mapping[str, PeftModel]) -> list[Any]:
-        """Return the answer to each run: completions in the order of its prompts, or an exception.
+    @torch.no_grad()
+    def sample(
+        self, requests: Sequence[SampleRequest], policies: Mapping[str, PeftModel]
+    ) -> list[list[Completion] | Exception]:
+        """Decode the requests of K runs as one batch.
 
         Args:
             requests: those with which the runs paused.
             policies: policies of the same runs, by name.
+
+        Returns:
+            completions of each request in the order of its prompts, or the error of a run that diverged.
         """
+        model, runs = self.model, self.adapters.runs
         self.adapters.load(policies)
-        answers = sample_together(self.model, self.adapters.runs, requests)
+        with ExitStack() as stack:
+            for context in (evaluation_mode, without_model_settings, cpu_generation):
+                stack.enter_context(context(model))
+            stack.enter_context(keep_autocast_weights(model.device))
+            length = max(request.backend.padded_length(request.prompts) for request in requests)
+            parts = [_Part(model, request, length) for request in requests]
+            config = GenerationConfig(
+                max_new_tokens=max(part.config.max_new_tokens for part in parts),
+                do_sample=True,
+                pad_token_id=parts[0].config.pad_token_id,
+                eos_token_id=parts[0].config.eos_token_id,
+                use_cache=True,
+            )
+            counts = torch.tensor([len(part.prompts) for part in parts])
+            runs_P = torch.arange(len(parts)).repeat_interleave(counts)
+            runs.assign(runs_P.to(model.device))  # then of the R rows
+            sampler = _JointSampler(parts, runs, config.pad_token_id)
+            copies = [count for part in parts for count in part.copies]
+            sequences = model.generate(
+                input_ids=torch.cat([part.inputs["input_ids"] for part in parts]),
+                attention_mask=torch.cat([part.inputs["attention_mask"] for part in parts]),
+                generation_config=config,
+                custom_generate=partial(decode_groups, copies=copies, make_sampler=lambda *_: sampler),
+            )
         self.adapters.unload()
-        return answers
-
-
-@torch.no_grad()
-def sample_together(
-    model: CausalLM, runs: BatchRuns, requests: Sequence[SampleRequest]
-) -> list[list[Completion] | Exception]:
-    """Decode the requests of K runs as one batch.
-
-    Args:
-        model: has the adapters of the K runs, see :class:`groupwise.commands.sweeps.adapters.RowAdapters`.
-
-    Returns:
-        completions of each request in the order of its prompts, or the error of a run that diverged.
-    """
-    with ExitStack() as stack:
-        for context in (evaluation_mode, without_model_settings, cpu_generation):
-            stack.enter_context(context(model))
-        stack.enter_context(keep_autocast_weights(model.device))
-        length = max(request.backend.padded_length(request.prompts) for request in requests)
-        parts = [_Part(model, request, length) for request in requests]
-        config = GenerationConfig(
-            max_new_tokens=max(part.config.max_new_tokens for part in parts),
-            do_sample=True,
-            pad_token_id=parts[0].config.pad_token_id,
-            eos_token_id=parts[0].config.eos_token_id,
-            use_cache=True,
-        )
-        counts = torch.tensor([len(part.prompts) for part in parts])
-        runs.assign(torch.arange(len(parts)).repeat_interleave(counts).to(model.device))  # (P,), then (R,)
-        sampler = _JointSampler(parts, runs, config.pad_token_id)
-        copies = [count for part in parts for count in part.copies]
-        loop = partial(decode_groups, copies=copies, make_sampler=lambda *_: sampler)
-        sequences = model.generate(
-            input_ids=torch.cat([part.inputs["input_ids"] for part in parts]),
-            attention_mask=torch.cat([part.inputs["attention_mask"] for part in parts]),
-            generation_config=config,
-            custom_generate=loop,
-        )
-    tokens = iter(sequences[:, length:].tolist())
-    return [part.completions([next(tokens) for _ in part.request.prompts]) for part in parts]
+        tokens = iter(sequences[:, length:].tolist())
+        return [part.completions([next(tokens) for _ in part.request.prompts]) for part in parts]
