@@ -54,11 +54,13 @@ def adapters(names: Any) -> dict[str, LoraConfig]:
     return {name: LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name]) for name in names}
 
 
-def sweep(directory: Path, names: Any, model: Any = None, changes: Any = None, **given: Any) -> Sweep:
+def sweep(
+    directory: Path, names: Any, rewards: Any = runs.count_reward, changes: Any = None, **given: Any
+) -> Sweep:
     made = {name: config(directory / name, **{**SETTINGS[name], **(changes or {})}) for name in names}
     arguments = {"train_dataset": runs.prompts(), "processing_class": runs.tokenizer(), **given}
     arguments.setdefault("peft_config", adapters(names))
-    return Sweep(policy() if model is None else model, runs.count_reward, made, **arguments)
+    return Sweep(policy(), rewards, made, **arguments)
 
 
 def alone(directory: Path, name: str, **changes: Any) -> GRPOTrainer:
@@ -258,6 +260,15 @@ def test_rewards_may_differ_between_runs(tmp_path):
     found = made.run()
     assert [name for name in found["hot"].state.log_history[0] if "odd" in name]
     assert not [name for name in found["plain"].state.log_history[0] if "odd" in name]
+
+
+def test_a_run_may_have_the_name_of_a_source(tmp_path):
+    by_source = {"plain": runs.count_reward, "code": [runs.count_reward]}
+    mixture = {name: runs.prompts() for name in by_source}
+    made = sweep(tmp_path, ("plain", "hot"), by_source, train_dataset=mixture)
+    assert all(run.reward_funcs is by_source for run in made.runs.values())
+    with pytest.raises(ConfigError, match="reward_funcs is missing"):  # of the other run
+        sweep(tmp_path, ("plain", "hot"), {"plain": runs.count_reward})
 
 
 @pytest.mark.slow

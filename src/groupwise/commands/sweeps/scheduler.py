@@ -166,8 +166,12 @@ class Sweep:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.event_loop = EventLoop("groupwise-user-code")
         weakref.finalize(self, self.event_loop.close)
+        if not (isinstance(reward_funcs, Mapping) and reward_funcs.keys() <= runs.keys()):  # maybe by source
+            reward_funcs = dict.fromkeys(runs, reward_funcs)
+        if not isinstance(peft_config, Mapping):
+            peft_config = dict.fromkeys(runs, peft_config)
         self.runs = {
-            name: SweepRun(name, args, _of_run(reward_funcs, name, reward_funcs), _of_run(peft_config, name))
+            name: SweepRun(name, args, reward_funcs.get(name), peft_config.get(name))
             for name, args in runs.items()
         }
         self.directory = self._check()
@@ -435,7 +439,9 @@ class Sweep:
         """
         return self._request_clone(name, new_name, changes)
 
-    def _request_clone(self, name: str, new_name: str, changes: dict[str, Any]) -> str:
+    def _request_clone(
+        self, name: str, new_name: str, changes: dict[str, Any], *, checks_values: bool = False
+    ) -> str:
         run = self._find(name, "clone")
         if not run.shares_base:
             raise ConfigError(f"run {name!r} has no adapter; only a run with an adapter is cloned")
@@ -453,6 +459,8 @@ class Sweep:
                 "continues with the state in its checkpoint, of which learning_rate alone can change; "
                 f"nearest of the settings that can: {nearest_name(key, allowed)!r}"
             )
+        if checks_values:
+            self._clone_settings(run, new_name, changes)
         run.clones.append((new_name, changes))
         return f"{new_name} starts from the state of {name} at its next optimizer step"
 
@@ -470,15 +478,10 @@ class Sweep:
 
     def _execute(self, command: dict[str, Any]) -> str:
         """Execute a command of another process."""
-        action, name, changes = command["action"], command["name"], command.get("changes", {})
+        action, name = command["action"], command["name"]
         if action == "clone":
-            answer = self._request_clone(name, command["new_name"], changes)
-            try:
-                self._clone_settings(self.runs[name], command["new_name"], changes)
-            except BaseException:
-                self.runs[name].clones.pop()
-                raise
-            return answer
+            new_name, changes = command["new_name"], command.get("changes", {})
+            return self._request_clone(name, new_name, changes, checks_values=True)
         return {"stop": self.stop, "resume": self.resume}[action](name)
 
 
@@ -512,11 +515,6 @@ class _StepTurns(TrainerCallback):
 
 def _policy(run: SweepRun) -> PeftModel:
     return cast("PeftModel", cast(GRPOTrainer, run.trainer).model)
-
-
-def _of_run(value: Any, name: str, default: Any = None) -> Any:
-    """Return the value of a run from a dictionary by run, or the value of all runs."""
-    return value.get(name, default) if isinstance(value, Mapping) else value
 
 
 def _is_name(name: str) -> bool:
