@@ -63,8 +63,10 @@ def test_flags_act_on_all_runs(run_file, tmp_path):
     [
         ({"runs": ...}, "has no runs"),
         ({"runs": {"low": {"model": "other"}}}, "'model', which runs of a sweep have in common"),
+        ({"runs": {"low": {"dataset_name": "other"}}}, "'dataset_name', which runs of a sweep have in common"),
         ({"runs": {"low": {"learning_rat": 1}}}, "nearest: 'learning_rate'"),
         ({"tools": "my_rewards:even"}, "does not support"),
+        ({"runs": {"low": {"environment": "my_rewards:Room"}}}, "'low' has environment, which a sweep does not"),
         ({"lora": {"use_dora": True}}, "use_dora"),
         (
             {"resume_from_checkpoint": "out/low/checkpoint-2"},
@@ -76,6 +78,12 @@ def test_flags_act_on_all_runs(run_file, tmp_path):
 def test_files_that_cannot_be_trained(changes, message, run_file, capsys):
     assert main(["sweep", "--config", run_file(**{"runs": RUNS, "lora": LORA, **changes})]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_flags_that_a_sweep_does_not_support_are_refused(run_file, capsys):
+    flags = ["--rollout_func", "my_rewards:even"]
+    assert main(["sweep", "--config", run_file(runs=RUNS, lora=LORA), *flags]) == 2
+    assert "rollout_func, which a sweep does not support" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "resumes"), [(True, True), ("false", False), (False, False)])

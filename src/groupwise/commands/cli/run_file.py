@@ -126,7 +126,7 @@ def read_run(
     _check_names(settings, vars(flags), extra, known)
     for name in RENAMED.keys() & settings.keys():
         if RENAMED[name] in settings:
-            raise ConfigError(f"{flags.config} has {RENAMED[name]} and {name}, TRL's name of it; keep one")
+            raise ConfigError(f"the run file has {RENAMED[name]} and {name}, TRL's name of it; keep one")
         settings[RENAMED[name]] = settings[name]
     parser.set_defaults(**settings)
     with as_config_error("settings"):

@@ -113,14 +113,15 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
     runs = settings.pop("runs", None)
     if not isinstance(runs, dict) or not all(isinstance(changes or {}, dict) for changes in runs.values()):
         raise ConfigError(f"{own.config} has no runs; write runs: {{low: {{learning_rate: 1e-6}}, ...}}")
-    for name in _UNSUPPORTED:
-        if name in settings:
-            raise ConfigError(f"{own.config} has {name}, which a sweep does not support")
     directory = Path(own.output_dir or settings.pop("output_dir", None) or "sweep")
     parsed = {
         str(name): read_run(flags, "sweep", settings=_of_run(settings, str(name), changes or {}, directory))
         for name, changes in runs.items()
     }
+    for name, (run, _) in parsed.items():
+        for key in _UNSUPPORTED:
+            if getattr(run, key) is not None:
+                raise ConfigError(f"run {name!r} has {key}, which a sweep does not support")
     common, config = next(iter(parsed.values()))
     resume = str(config.resume_from_checkpoint or False).lower()
     if resume not in ("true", "false"):
@@ -144,7 +145,9 @@ def make_sweep(arguments: Sequence[str]) -> tuple[Sweep, bool, str | None]:
 
 def _of_run(settings: dict[str, Any], name: str, changes: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the settings of one run, with an output directory of its own."""
+    from groupwise.commands.cli.trl_keys import RENAMED
+
     for key in changes:
-        if key in (*_COMMON, *_UNSUPPORTED):
+        if RENAMED.get(key, key) in _COMMON:
             raise ConfigError(f"run {name!r} has the key {key!r}, which runs of a sweep have in common")
     return {"run_name": name, **settings, **changes, "output_dir": str(directory / name)}
