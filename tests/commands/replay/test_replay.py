@@ -228,6 +228,31 @@ def test_learning_rates_that_a_callback_set_are_those_of_the_replay(tmp_path, ti
     assert set(Recording(tmp_path / FOLDER).step(3).learning_rates) == {3e-3}
 
 
+class _TruncatesLater(TrainerCallback):
+    """From the second step on; the backend does not report the tokens that truncation keeps."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.top_p = 0.9 if state.global_step else 1.0
+
+
+class Placeholders(GRPOTrainer):
+    """A subclass whose log-probs of the third step may be placeholders."""
+
+    def may_have_placeholder_logps(self) -> bool:
+        return self.state.global_step == 2
+
+
+@pytest.mark.slow
+def test_each_step_has_the_recorded_facts_about_its_sampler(tmp_path, tiny):
+    more = {"callbacks": [_TruncatesLater()], "kind": Placeholders, "logprob_mismatch_check": "off"}
+    recorded(tmp_path, tiny(), backend=StaleBackend(), **more)
+    steps = [Recording(tmp_path / FOLDER).step(step) for step in (1, 2, 3)]
+    assert [step.truncation_unknown for step in steps] == [False, True, True]
+    assert [step.corrects_for_sampler for step in steps] == [True, True, False]
+    found = replay(tmp_path, 3)
+    assert found.equals_record and found.weights == "equal, bit for bit"
+
+
 class HalfAdvantages(GRPOTrainer):
     """A subclass with advantages of its own."""
 

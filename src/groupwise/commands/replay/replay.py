@@ -7,8 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -208,34 +209,17 @@ def logps_by_row(record: StepRecord) -> dict[int, torch.Tensor]:
     }
 
 
-class _Positions(PromptSource):
-    """Prompt source of a run whose rollouts are read from files: a position that is never read from."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda epoch: (), RankSlice(1))
-
-    def restore(self, snapshot: dict[str, int]) -> None:
-        pass
-
-
 class _RecordedSampler(GenerationBackend):
-    """Backend of a replay, which never samples.
-
-    Args:
-        reports_mask: completions of the run have the sampling mask.
-    """
+    """Backend of a replay, which never samples."""
 
     end_tokens = frozenset()
     supports_images = True
-
-    def __init__(self, reports_mask: bool) -> None:
-        self.reports_mask = reports_mask
 
     def generate(self, prompts: Any, sampling: Any = None) -> list[Completion]:
         raise AssertionError("a replay reads its rollouts from files")
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        return self.reports_mask
+        return True  # without a warning: the record of a step tells
 
 
 class RecordedSteps(GRPOTrainer):
@@ -243,26 +227,34 @@ class RecordedSteps(GRPOTrainer):
 
     recording: rollouts of the run. Windows are made from generations again; those of a bundle, which has
         none, are taken as they were recorded.
-    untrusted: log-probs of the run's sampler may be placeholders.
+    record: of the present step, or of another one if it failed after its generation; None: there is none.
     num_generations: generation batches of the present step.
     """
 
     recording: Recording
-    untrusted: bool = False
+    record: StepRecord | None = None
     num_generations: int = 0
 
     def make_prompt_source(self) -> PromptSource:
-        return _Positions()
+        return PromptSource(lambda epoch: repeat(None), RankSlice(1))  # positions alone, of which none is taken
 
-    def may_have_placeholder_logps(self) -> bool:
-        return self.untrusted
+    def refresh_settings(self, *, new_run: bool = False) -> None:
+        """Apply the settings of the step; those of the loss that the run's sampler decided are recorded."""
+        super().refresh_settings(new_run=new_run)
+        if (record := self.record) is not None:
+            mode = self.args.vllm_importance_sampling_mode if record.corrects_for_sampler else None
+            self.objective_settings = replace(
+                self.objective_settings,
+                vllm_importance_sampling_mode=mode,
+                truncation_unknown=record.truncation_unknown,
+            )
 
     def make_train_experience(self, sampler: SamplerSettings, *, on_policy: bool) -> list[Experience]:
         step, rank = self.state.global_step + 1, self.args.process_index
         if self.recording.is_bundle:
-            window = self.recording.step(step, rank).window
+            assert self.record is not None
             names = [item.name for item in fields(Experience)]
-            made = [Experience(**{name: getattr(batch, name) for name in names}) for batch in window]
+            made = [Experience(**{name: getattr(b, name) for name in names}) for b in self.record.window]
             return [batch.to(self.accelerator.device) for batch in made]
         # A window may span several generations: their number counts within the step.
         generation = self.recording.generation(step, self.num_generations, rank)
@@ -304,7 +296,7 @@ class _FollowRecord(TrainerCallback):
         self.learning_rates: list[float] = []
         if step not in recording.steps:  # it failed after its generation
             return
-        record = recording.step(step, self.trainer.args.process_index)
+        self.trainer.record = record = recording.step(step, self.trainer.args.process_index)
         self.learning_rates = record.learning_rates
         for name, value in record.settings.items():
             if is_replayed(name):
@@ -499,33 +491,30 @@ def _build(
         attention = {"attn_implementation": header["attention"]} if header["attention"] in _ATTENTION else {}
         config.model_init_kwargs = {"dtype": header["dtype"], **attention}
     known = recording.steps
-    truncation_unknown = bool(known) and recording.step(known[0]).truncation_unknown
-    attributes = {
-        "recording": recording,
-        "untrusted": header["rollout_func"] and not header["settings"].get("use_vllm"),
-    }
+    attributes = {"recording": recording, "record": recording.step(known[0]) if known else None}
     kind: Any = type(f"Recorded{trainer_class.__name__}", (RecordedSteps, trainer_class), attributes)
     # Trainer counts the windows of an epoch by the length of the dataset; a stream has one epoch.
     of_stream = header["max_steps"] * config.gradient_accumulation_steps * config.prompts_per_batch
     trainer: RecordedSteps = kind(
         model,
-        [_named_reward(name) for name in header["reward_funcs"]],
+        [_uncalled(name) for name in header["reward_funcs"]],
         config,
         train_dataset=EnvironmentRows(header["num_prompts"] or of_stream),  # of the length; not read,
         processing_class=processing_class,
         peft_config=None if has_adapter(model) else _adapter_config(header["adapter"]),
-        backend=_RecordedSampler(reports_mask=not truncation_unknown),
+        rollout_func=_uncalled("rollout_func") if header["rollout_func"] else None,
+        backend=_RecordedSampler(),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _named_reward(name: str) -> Any:
-    def reward(**_: Any) -> list[float]:
-        raise AssertionError("a replay reads its rewards from files")
+def _uncalled(name: str) -> Any:
+    def function(*_: Any, **__: Any) -> Any:
+        raise AssertionError(f"a replay reads the values of {name} from files")
 
-    reward.__name__ = name
-    return reward
+    function.__name__ = name
+    return function
 
 
 def _adapter_config(values: Mapping[str, Any] | None) -> Any:
