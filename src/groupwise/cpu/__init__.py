@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import torch
@@ -127,17 +127,14 @@ def cache_sized(batch: MicroBatch, *, shared: bool) -> list[MicroBatch]:
     return [batch] if len(parts) == 1 else [batch.select(parts[part]) for part in largest_first]
 
 
-def return_large_blocks() -> bool:
+def return_large_blocks() -> None:
     """Return freed blocks of 4 MB and more to the system at once.
 
     By default glibc raises this threshold, up to 32 MB, each time a larger block is freed. The activations of
-    a layer then stay in a heap that fragments: a fifth of the process's memory in training. The environment
-    variable MALLOC_MMAP_THRESHOLD_ takes precedence.
-
-    Returns:
-        True if the setting was applied, which needs glibc.
+    a layer then stay in a heap that fragments: a fifth of the process's memory in training. Needs glibc; the
+    environment variable MALLOC_MMAP_THRESHOLD_ takes precedence.
     """
-    return _set({_M_MMAP_THRESHOLD: _THRESHOLD, _M_TRIM_THRESHOLD: _KEPT, _M_TOP_PAD: _THRESHOLD})
+    _set({_M_MMAP_THRESHOLD: _THRESHOLD, _M_TRIM_THRESHOLD: _KEPT, _M_TOP_PAD: _THRESHOLD})
 
 
 @contextmanager
@@ -146,19 +143,18 @@ def keep_large_blocks() -> Iterator[None]:
 
     For code that frees and allocates the same sizes repeatedly: new memory costs a page fault per page.
     """
-    changed = _set({_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: 8 * _LARGEST})
+    _set({_M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: 8 * _LARGEST})
     try:
         yield
     finally:
-        if changed:
-            return_large_blocks()
-            malloc_trim()
+        return_large_blocks()
+        malloc_trim()
 
 
-def _set(settings: dict[int, int]) -> bool:
-    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        return False
-    return all(_call("mallopt", name, value) == 1 for name, value in settings.items())
+def _set(settings: dict[int, int]) -> None:
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        for name, value in settings.items():
+            _call("mallopt", name, value)
 
 
 def malloc_trim() -> None:
@@ -166,12 +162,10 @@ def malloc_trim() -> None:
     _call("malloc_trim", 0)
 
 
-def _call(name: str, *arguments: int) -> int | None:
-    """Call a function of the C library; None if it has no such function, as outside of glibc."""
-    try:
-        return getattr(ctypes.CDLL(None), name)(*arguments)
-    except (AttributeError, OSError, TypeError):
-        return None
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of the C library, if it has this one: only glibc does."""
+    with suppress(AttributeError, OSError, TypeError):
+        getattr(ctypes.CDLL(None), name)(*arguments)
 
 
 def float32_attention(

@@ -69,9 +69,6 @@ _SERVER_TIMEOUT = 10.0  # seconds
 def run(arguments: Sequence[str]) -> int:
     """Print the report. Returns 1 if a check failed, else 0."""
     options, rest = _parser().parse_known_args(list(arguments))
-    if options.help:
-        print(_parser().format_help())
-        return 0
     name = options.accelerate_config
     options.launch = read_yaml(str(CONFIGS.get(name, name))) if name else {}
     if options.num_processes is None:
@@ -151,11 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="groupwise doctor",
         description="Check a run, then train one step of it. Accepts the settings of groupwise train "
         "(--config run.yaml, --field value) and the following.",
-        add_help=False,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-h", "--help", action="store_true")
     add("--num_processes", type=int, help="number of processes of the run (default: of the next, or 1)")
     add("--accelerate_config", help="sharding of the run, as for groupwise train")
     add("--json", action="store_true", help="print one JSON object: failed, findings, first")
