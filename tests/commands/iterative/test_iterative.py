@@ -200,6 +200,31 @@ def test_the_update_draws_no_random_number_of_the_run(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_backend_knows_the_weights_of_the_step_after_an_update(tmp_path, monkeypatch):
+    """A sampler that keeps a digest of the weights it has, in its state, as vLLM does."""
+    run = runner(tmp_path, [vowels])
+    backend, seen = run.trainer.backend, []
+    load, sample, known = backend.sync_weights, backend.generate, {}
+
+    def sync(source, *, step):
+        if backend.version != step:
+            known["step"] = step
+        load(source, step=step)
+
+    def generate(*given):
+        seen.append((known["step"], backend.version))
+        return sample(*given)
+
+    monkeypatch.setattr(backend, "sync_weights", sync)
+    monkeypatch.setattr(backend, "generate", generate)
+    monkeypatch.setattr(backend, "snapshot", lambda: dict(known))
+    monkeypatch.setattr(backend, "restore", known.update)
+    run.train()
+    assert {of_weights for of_weights, _ in seen} == {0, 1, 2, 3, 4}
+    assert all(of_weights == version for of_weights, version in seen)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_the_end_of_an_iteration_is_saved_with_any_save_strategy(tmp_path, strategy):
     runner(tmp_path, save_strategy=strategy).train()
@@ -293,3 +318,11 @@ def test_a_checkpoint_without_reward_model_is_refused(tmp_path):
     runner(tmp_path, [vowels], None, max_steps=2).train()
     with pytest.raises(ConfigError, match=r"checkpoint-2' has no reward-model: .* without label_func"):
         runner(tmp_path, max_steps=2).train(True)
+
+
+@pytest.mark.slow
+def test_examples_of_another_objective_are_refused(tmp_path):
+    runner(tmp_path, max_steps=2).train()
+    other = runner(tmp_path, iterative={"reward_objective": "pointwise"})
+    with pytest.raises(ConfigError, match="examples of another reward_objective than 'pointwise'"):
+        other.train(True)

@@ -119,6 +119,12 @@ class IterativeGRPO(GRPOCallback):
         examples = read_json(saved / "examples.json", {"history": list, "metrics": list})
         self.history = [Example(*values) for values in examples["history"]]
         self.reward_metrics = examples["metrics"]
+        objective = self.iterative.reward_objective
+        if any((example.other is None) == (objective == "pairwise") for example in self.history):
+            raise ConfigError(
+                f"checkpoint {str(directory)!r} has examples of another reward_objective than {objective!r}, "
+                "which cannot be replayed; resume with that one"
+            )
 
     # The reward model.
 
@@ -148,6 +154,7 @@ class IterativeGRPO(GRPOCallback):
     def _update_reward_model(self, iteration: int) -> None:
         """Train the reward model on completions of the current policy and a share of the history."""
         trainer, settings = self.trainer, self.iterative
+        trainer.sync_sampler("train")  # before the mark, which has the digest of these weights
         state, seed = trainer.step_state.marks, trainer.args.seed + iteration
         set_seed(seed, device_specific=True)
         trainer.rng.seed(seed + trainer.args.process_index)
@@ -170,7 +177,6 @@ class IterativeGRPO(GRPOCallback):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
         own = order[: self.iterative.reward_prompts].tolist()[args.process_index :: args.world_size]
         size = max(args.prompts_per_batch // args.world_size, 1)
-        trainer.sync_sampler("train")
         examples = []
         for start in range(0, len(own), size):
             rows = [dataset[i] for i in own[start : start + size] for _ in range(args.num_generations)]
