@@ -68,13 +68,13 @@ def test_each_row_has_the_adapter_of_its_run():
     joint = RowAdapters(shared_copy(base).eval())
     joint.load(policies)
     tokens = torch.randint(32, (5, 7))
-    joint.runs.assign(torch.tensor([2, 0, 1, 1, 0]))
+    joint.assign(torch.tensor([2, 0, 1, 1, 0]))
     found = joint.model(tokens).logits
     for row, run in enumerate("20110"):
         expected = policies[run](tokens[row : row + 1]).logits[0]
         torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-6)
     joint.load({"1": policies["1"]})  # the others are stopped
-    joint.runs.assign(torch.zeros(5, dtype=torch.long))
+    joint.assign(torch.zeros(5, dtype=torch.long))
     torch.testing.assert_close(joint.model(tokens).logits, policies["1"](tokens).logits, rtol=1e-5, atol=1e-6)
     joint.unload()
     torch.testing.assert_close(joint.model(tokens).logits, base(tokens).logits)

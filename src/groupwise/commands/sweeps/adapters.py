@@ -101,33 +101,15 @@ def lora_layers(run: str, policy: PeftModel) -> dict[str, Any]:
     return found
 
 
-class BatchRuns:
-    """Run of each row of the batch, from which the layers derive their masks."""
-
-    def __init__(self) -> None:
-        self.runs_R = torch.zeros(0, dtype=torch.long)
-        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def assign(self, runs_R: torch.Tensor) -> None:
-        self.runs_R, self._masks = runs_R, {}
-
-    def mask(self, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Return True where a column of the ranks of all runs belongs to the run of the row: (R, 1, C)."""
-        if ranks not in self._masks:  # layers with the same ranks share it
-            owner_C = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks)).to(self.runs_R.device)
-            self._masks[ranks] = (self.runs_R[:, None] == owner_C)[:, None]
-        return self._masks[ranks]
-
-
 class RowAdapterLinear(nn.Module):
     """Linear layer that adds the adapter of each row's run: ``where(mask, x Aᵀ, 0) Bᵀ``.
 
     Two products with the stacked factors of all runs; a row's other columns are masked.
     """
 
-    def __init__(self, base: nn.Linear, runs: BatchRuns) -> None:
+    def __init__(self, base: nn.Linear, adapters: RowAdapters) -> None:
         super().__init__()
-        self.base, self.runs = base, runs
+        self.base, self.adapters = base, adapters
         self.ranks: tuple[int, ...] = ()
         self.a_CI = self.b_OC = torch.empty(0)
 
@@ -149,7 +131,7 @@ class RowAdapterLinear(nn.Module):
         if not self.ranks:
             return out_RSO
         hidden_RSC = F.linear(x_RSI.to(self.a_CI.dtype), self.a_CI)
-        own_RSC = hidden_RSC.where(self.runs.mask(self.ranks), 0.0)
+        own_RSC = hidden_RSC.where(self.adapters.mask(self.ranks), 0.0)
         return (out_RSO + F.linear(own_RSC, self.b_OC)).to(out_RSO.dtype)
 
 
@@ -158,11 +140,26 @@ class RowAdapters:
 
     Args:
         model: shared copy of the base model, whose targeted layers are replaced.
+
+    Attributes:
+        runs_R: run of each row of the batch.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.runs = model, BatchRuns()
+        self.model = model
         self._layers: dict[str, RowAdapterLinear] = {}
+        self.assign(torch.zeros(0, dtype=torch.long))
+
+    def assign(self, runs_R: torch.Tensor) -> None:
+        self.runs_R = runs_R
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def mask(self, ranks: tuple[int, ...]) -> torch.Tensor:
+        """Return True where a column of the ranks of all runs belongs to the run of the row: (R, 1, C)."""
+        if ranks not in self._masks:  # layers with the same ranks share it
+            owner_C = torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks)).to(self.runs_R.device)
+            self._masks[ranks] = (self.runs_R[:, None] == owner_C)[:, None]
+        return self._masks[ranks]
 
     @torch.no_grad()
     def load(self, policies: Mapping[str, PeftModel]) -> None:
@@ -170,7 +167,7 @@ class RowAdapters:
         layers = [lora_layers(run, policy) for run, policy in policies.items()]
         for name in sorted(set().union(*layers) - self._layers.keys()):
             parent, _, attribute = name.rpartition(".")
-            self._layers[name] = RowAdapterLinear(self.model.get_submodule(name), self.runs)  # type: ignore[arg-type]
+            self._layers[name] = RowAdapterLinear(self.model.get_submodule(name), self)  # type: ignore[arg-type]
             setattr(self.model.get_submodule(parent), attribute, self._layers[name])
         for name, layer in self._layers.items():
             layer.load([of_run.get(name) for of_run in layers])

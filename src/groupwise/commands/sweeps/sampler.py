@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from groupwise.commands.sweeps.adapters import BatchRuns, RowAdapters, shared_copy
+from groupwise.commands.sweeps.adapters import RowAdapters, shared_copy
 from groupwise.commands.sweeps.turns import TurnThread
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import cpu_generation, install_cpu_training
@@ -138,8 +138,8 @@ class _JointSampler(RowSampler):
     finished rows, and the joint batch is cut once enough rows of all runs have left.
     """
 
-    def __init__(self, parts: Sequence[_Part], runs: BatchRuns, pad: int) -> None:
-        self.parts, self.runs, self.pad = parts, runs, pad
+    def __init__(self, parts: Sequence[_Part], adapters: RowAdapters, pad: int) -> None:
+        self.parts, self.adapters, self.pad = parts, adapters, pad
         self.num_rows = 0
 
     def begin(self, rows_R: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class _JointSampler(RowSampler):
             part.rows_R = torch.arange(start, start + len(prompts_R), device=rows_R.device)
             part.sampler.begin(prompts_R)
             start += len(prompts_R)
-        self.runs.assign(self.runs.runs_R[rows_R])  # until now of the P prompts
+        self.adapters.assign(self.adapters.runs_R[rows_R])  # until now of the P prompts
 
     def sample(self, tokens_RS: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
         next_R = tokens_RS.new_full((len(tokens_RS),), self.pad)
@@ -172,7 +172,7 @@ class _JointSampler(RowSampler):
         for part in self.parts:
             part.rows_R = torch.arange(start, start + len(part.rows_R), device=remaining_R.device)
             start += len(part.rows_R)
-        self.runs.assign(self.runs.runs_R[remaining_R])
+        self.adapters.assign(self.adapters.runs_R[remaining_R])
         return remaining_R
 
 
@@ -218,8 +218,8 @@ class PolicySampler:
         Returns:
             completions of each request in the order of its prompts, or the error of a run that diverged.
         """
-        model, runs = self.model, self.adapters.runs
-        self.adapters.load(policies)
+        model, adapters = self.model, self.adapters
+        adapters.load(policies)
         with ExitStack() as stack:
             for context in (evaluation_mode, without_model_settings, cpu_generation):
                 stack.enter_context(context(model))
@@ -235,8 +235,8 @@ class PolicySampler:
             )
             counts = torch.tensor([len(part.prompts) for part in parts])
             runs_P = torch.arange(len(parts)).repeat_interleave(counts)
-            runs.assign(runs_P.to(model.device))  # then of the R rows
-            sampler = _JointSampler(parts, runs, config.pad_token_id)
+            adapters.assign(runs_P.to(model.device))  # then of the R rows
+            sampler = _JointSampler(parts, adapters, config.pad_token_id)
             copies = [count for part in parts for count in part.copies]
             sequences = model.generate(
                 input_ids=torch.cat([part.inputs["input_ids"] for part in parts]),
@@ -244,6 +244,6 @@ class PolicySampler:
                 generation_config=config,
                 custom_generate=partial(decode_groups, copies=copies, make_sampler=lambda *_: sampler),
             )
-        self.adapters.unload()
+        adapters.unload()
         tokens = iter(sequences[:, length:].tolist())
         return [part.completions([next(tokens) for _ in part.request.prompts]) for part in parts]
