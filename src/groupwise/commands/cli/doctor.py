@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -230,7 +231,8 @@ def _trial(settings: RunArguments, config: GRPOConfig, longest: list[int], repor
     from groupwise.commands.cli.trial import step_findings, trial_config
 
     with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr):
-        trainer = make_trainer(settings, trial_config(config, directory), longest)
+        of_one_step = dataclasses.replace(settings, iterative=None)
+        trainer = make_trainer(of_one_step, trial_config(config, directory), longest)
         print(f"one step with {trainer.args.generation_batch_size} completions")
         trainer.train()
     report.add(step_findings(trainer))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
 from groupwise.commands.cli.sources import (
@@ -25,13 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     settings, config = read_run(arguments, "train")
     given = config.resume_from_checkpoint
     resume = True if str(given).lower() == "true" else given
-    if settings.iterative is None:
-        trainer = make_trainer(settings, config)
-        trainer.train(resume_from_checkpoint=resume)
-    else:
-        runner = _build(settings, config, partial(IterativeGRPO, **iterative_arguments(settings)))
-        trainer = runner.trainer
-        runner.train(resume_from_checkpoint=resume)
+    trainer = make_trainer(settings, config)
+    trainer.train(resume_from_checkpoint=resume)
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=settings.dataset)  # also saves the model
     elif not trainer.run_directory.has_result():
@@ -49,23 +42,14 @@ def make_trainer(settings: RunArguments, config: GRPOConfig, first: Sequence[int
     Args:
         first: numbers of the rows that the training set begins with.
     """
-    trainer: GRPOTrainer = _build(settings, config, GRPOTrainer, first)
-    return trainer
-
-
-def _build(
-    settings: RunArguments, config: GRPOConfig, build: Callable[..., Any], first: Sequence[int] = ()
-) -> Any:
     arguments = {name: load() for name, load in trainer_arguments(settings, config).items()}
+    iterative = None if settings.iterative is None else iterative_arguments(settings)
     load_config(settings.model, config)  # refuses a wrong id before the datasets are loaded
     train_dataset, eval_dataset = load_datasets(settings)
     if first and train_dataset is not None and not isinstance(train_dataset, dict):  # a mixture has no order
         train_dataset = train_dataset.select(list(dict.fromkeys([*first, *range(len(train_dataset))])))
     with as_config_error("setting up"):
-        return build(
-            settings.model,
-            args=config,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            **arguments,
-        )
+        arguments |= {"args": config, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        if iterative is not None:  # its callback trains the reward model
+            return IterativeGRPO(settings.model, **arguments, **iterative).trainer
+        return GRPOTrainer(settings.model, **arguments)
