@@ -346,6 +346,8 @@ def test_a_changed_log_prob_and_gradient_norm_are_named(tmp_path, tiny):
     change(tmp_path, "step", 3, edit_norm)
     found = replay(tmp_path, 3).steps[-1]
     assert (found.first.quantity, found.first.place) == ("gradient norm", "model.norm.weight")
+    change(tmp_path, "step", 3, lambda values: {**values, "gradient_norms": {"model.norm.weight": 1.0}})
+    assert str(replay(tmp_path, 3).steps[-1].first).startswith("number of gradient norms: recorded 1, ")
 
 
 @pytest.mark.slow

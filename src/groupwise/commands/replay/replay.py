@@ -171,10 +171,8 @@ def compare(recorded: StepRecord, replayed: StepRecord, budget: float) -> StepCo
             found.add("log-prob", one, other, partial(_place_of_token, batch, index, tokens))
     found.add("loss", _float64([_loss(recorded)]), _float64([_loss(replayed)]))
     names = list(recorded.gradient_norms)
-    if names == list(replayed.gradient_norms):
-        norms = _float64(recorded.gradient_norms.values())
-        others = _float64(replayed.gradient_norms.values())
-        found.add("gradient norm", norms, others, names.__getitem__, scale=float(norms.norm()))
+    norms, others = (_float64(step.gradient_norms.values()) for step in (recorded, replayed))
+    found.add("gradient norm", norms, others, names.__getitem__, scale=float(norms.norm()))
     return found
 
 
