@@ -63,10 +63,16 @@ def test_flags_act_on_all_runs(run_file, tmp_path):
     [
         ({"runs": ...}, "has no runs"),
         ({"runs": {"low": {"model": "other"}}}, "'model', which runs of a sweep have in common"),
-        ({"runs": {"low": {"dataset_name": "other"}}}, "'dataset_name', which runs of a sweep have in common"),
+        (
+            {"runs": {"low": {"dataset_name": "other"}}},
+            "'dataset_name', which runs of a sweep have in common",
+        ),
         ({"runs": {"low": {"learning_rat": 1}}}, "nearest: 'learning_rate'"),
         ({"tools": "my_rewards:even"}, "does not support"),
-        ({"runs": {"low": {"environment": "my_rewards:Room"}}}, "'low' has environment, which a sweep does not"),
+        (
+            {"runs": {"low": {"environment": "my_rewards:Room"}}},
+            "'low' has environment, which a sweep does not",
+        ),
         ({"lora": {"use_dora": True}}, "use_dora"),
         (
             {"resume_from_checkpoint": "out/low/checkpoint-2"},

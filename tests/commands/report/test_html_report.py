@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from support.browser import PHONE, ROUNDING, browse, with_browser
@@ -212,6 +213,10 @@ def test_groups_are_thinned_as_a_whole(tmp_path):
 def test_rewards_are_weighted_as_in_the_run(tmp_path):
     run = read_run(save_run(tmp_path / "run", LOGS, {"reward_weights": [0.25]}, ROWS))
     assert set(report_data({"run": run}, 100)["completions"]["total"]) == {0.0, 0.25}
+    # 0.25 * 1 + 1 * 3: an environment's reward, which has no weight in the settings, follows the functions'
+    both = SavedCompletion("train", 0, "p", "a", {"correct": 1.0, "environment": 3.0}, 0.0, {})
+    data = report_data({"run": replace(run, completions=[both])}, 100)
+    assert data["completions"]["total"] == [3.25]
 
 
 def test_settings_that_differ_are_apart(tmp_path):

@@ -59,8 +59,8 @@ def test_settings_without_their_mapping_are_named(saved, tmp_path):
 
 
 def test_logs_and_texts_that_are_odd_are_shown(tmp_path):
-    """A time that is no number, a reward that has no weight, a half of a surrogate pair."""
-    settings = {"run_name": "\ud83d", "reward_weights": ["a"]}
+    """A time that is no number, a half of a surrogate pair."""
+    settings = {"run_name": "\ud83d"}
     logs = [{"time": "noon", "reward": 1.0}, {"reward": 0.5}]
     run = save_run(tmp_path / "run", logs, settings, rows=[(1, "p", "a", 1.0, 0.0)])
     assert "?" in write_report([run]).read_text(encoding="utf-8")

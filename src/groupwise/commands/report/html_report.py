@@ -15,6 +15,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from statistics import fmean
 from string import Template
@@ -181,17 +182,11 @@ def _documented(name: str) -> dict[str, Any]:
 
 def _totals(files: RunFiles) -> list[float | None]:
     """Return the sum of each completion's rewards, weighted as the run weighted them."""
-    weights = files.settings.get("reward_weights")
+    weights = files.settings.get("reward_weights") or []  # the reward of environments follows, with weight 1
     totals: list[float | None] = []
     for row in files.completions:
-        used = (
-            weights
-            if isinstance(weights, list)
-            and len(weights) == len(row.rewards)
-            and None not in map(_short, weights)
-            else [1.0] * len(row.rewards)
-        )
-        parts = [w * r for w, r in zip(used, row.rewards.values(), strict=True) if r is not None]
+        pairs = zip(row.rewards.values(), chain(weights, repeat(1.0)), strict=False)
+        parts = [reward * weight for reward, weight in pairs if reward is not None]
         totals.append(sum(parts) if parts else None)
     return totals
 

@@ -48,7 +48,6 @@ class RunFiles:
         checkpoints: steps of the checkpoints.
     """
 
-    directory: Path
     logs: list[dict[str, Any]]
     settings: dict[str, Any]
     checkpoints: list[int]
@@ -71,7 +70,7 @@ def read_run(directory: Path) -> RunFiles:
             "and no completions/*.parquet"
         )
     shown = _read_settings(settings) if settings.is_file() else {}
-    return RunFiles(directory, logs, shown, sorted(checkpoints(directory)), completions)
+    return RunFiles(logs, shown, sorted(checkpoints(directory)), completions)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
