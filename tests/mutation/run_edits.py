@@ -77,7 +77,7 @@ RUNS = [
     *edits_of(
         "commands/sweeps/adapters.py",
         ("b.append(weight_b * layer.scaling[name])", "b.append(weight_b)", ADAPTERS),
-        ("hidden_RSC.where(self.runs.mask(self.ranks), 0.0)", "hidden_RSC", ADAPTERS),
+        ("hidden_RSC.where(self.adapters.mask(self.ranks), 0.0)", "hidden_RSC", ADAPTERS),
         ("own if type(parameter) is nn.Parameter else parameter", "parameter", ADAPTERS),
     ),
     *edits_of(
