@@ -217,7 +217,7 @@ class _RecordedSampler(GenerationBackend):
         raise AssertionError("a replay reads its rollouts from files")
 
     def reports_sampling_mask(self, generation_kwargs: Mapping[str, Any]) -> bool:
-        return True  # without a warning: the record of a step tells
+        return True  # no warning here: whether they have it is in the record of each step
 
 
 class RecordedSteps(GRPOTrainer):
