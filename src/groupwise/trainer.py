@@ -485,6 +485,7 @@ class GRPOTrainer(
 
     def make_micro_batches(self, window: list[Experience]) -> AccumulationWindow:
         """Weigh the tokens of an accumulation window and rebalance it; as many entries as before."""
+        self.check_layout(window[0])  # of a resumed run
         window = self.add_missing_ref_logps(window)  # of a generation that is older than the reference
         entropy_masks = self.compute_entropy_masks(window)  # (B, T) each; all loss tokens by default
         weighed = self.set_token_weights(window, entropy_masks)  # w_it, from exact counts over all ranks
@@ -492,7 +493,6 @@ class GRPOTrainer(
         # Rows without a gradient are dropped, the others are spread evenly over ranks and micro-batches. A
         # rank receives the lengths of all rows, from which all make the same plan, then the rows of its own.
         computer, budget = self.logprob_computer, self.micro_batch_budget
-        self.check_layout(weighed[0])  # the first time
         all_to_all = partial(all_to_all_objects, device=self.accelerator.device)
         batches, stats = rebalance(weighed, computer.layout, budget, gather_object, all_to_all)
         # The sequences are packed, if the layout does; None where fewer micro-batches suffice.

@@ -35,7 +35,11 @@ class Computer:
     """Computes log-probs; remembers the first completion tokens of each call, and whether dropout was on."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.checked = [], []
+
+    def check(self, model, batch):
+        if not self.checked:
+            self.checked.append((model, len(batch), len(self.calls)))
 
     def __call__(self, model, batch, *, with_entropy, with_aux_loss):
         self.calls.append((batch.completion_ids_BT[:, 0].tolist(), model.training))
@@ -69,11 +73,13 @@ def mixin(accelerator=None, **settings):
         "beta": 0.5,
         "top_entropy_quantile": 1.0,
     }
+    model = Model(-1.0)
     return host(
         LogprobMixin,
         accelerator or Ranks(),
         settings={**defaults, **settings},
-        model=Model(-1.0),
+        model=model,
+        model_wrapped=model,
         processing_class=SimpleNamespace(pad_token_id=9),
         reference=Reference(),
         logprob_computer=Computer(),
@@ -177,6 +183,21 @@ def test_rows_without_gradient_are_not_computed():
     logps = run.old_and_ref_logps(tokens_of(THREE), only=[1], on_policy=False)
     assert logps.old_logps_BT[1].tolist() == [-3, 0] and logps.old_logps_BT[[0, 2]].isnan().all()
     assert run.logprob_computer.calls == [([3], False)]
+
+
+def test_the_layout_is_chosen_with_the_policy_before_any_log_probs():
+    """Not with a reference or a teacher, and by every rank, also one without a row to compute."""
+    run = mixin()
+    run.reference.model = Model(-10.0).eval()
+    run.old_and_ref_logps(tokens_of(THREE), on_policy=True)
+    run.old_and_ref_logps(tokens_of(THREE), on_policy=True)
+    assert run.logprob_computer.checked == [(run.model, 3, 0)] and run.logprob_computer.calls
+    run = mixin()
+    run.old_and_ref_logps(tokens_of(THREE), only=[], on_policy=False)
+    assert run.logprob_computer.checked == [(run.model, 3, 0)] and not run.logprob_computer.calls
+    run = mixin()
+    run.completion_logprobs(rollouts(TWO), Model(-10.0).eval())
+    assert run.logprob_computer.checked == [(run.model, 2, 0)]
 
 
 def experience(advantages, **fields):

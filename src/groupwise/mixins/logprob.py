@@ -127,10 +127,12 @@ class LogprobMixin:
         return self.logprob_computer(model, batch, with_entropy=with_entropy, with_aux_loss=with_aux_loss)
 
     def check_layout(self, batch: TokenBatch) -> None:
-        """Choose the layout of the run by its rows, before a batch is packed; does nothing afterwards.
+        """Choose the layout of the run by its rows; does nothing afterwards.
 
-        An override of ``compute_logprobs`` may compute a model that no layout does: if it calls the own one,
-        that checks, and packs the batches of the first window itself.
+        Called by all ranks before any log-probs: the first ones may be those of another model, whose layout
+        and gradients are not the policy's, and a rank may have no row to compute. An override of
+        ``compute_logprobs`` may compute a model that no layout does: if it calls the own one, that checks,
+        and packs the batches of the first window itself.
         """
         if getattr(self.compute_logprobs, "__func__", None) is LogprobMixin.compute_logprobs:
             self.logprob_computer.check(self.model_wrapped, batch)
@@ -153,6 +155,7 @@ class LogprobMixin:
         if self.args.use_liger_kernel:
             # Liger takes the sampler correction as a factor, which needs old log-probs before the loss.
             on_policy = on_policy and tokens.sampler_logps_BT is None
+        self.check_layout(tokens)
         model = self.model
         with evaluation_mode(model):  # without dropout: ρ would be noise
             old_logps_BT = tokens.old_logps_BT  # (B, T) NaN: the current policy
@@ -208,6 +211,7 @@ class LogprobMixin:
             one list per completion with one value per token, NaN on tokens without loss.
         """
         tokens, model = self.collate(rollouts), self.model if model is None else model
+        self.check_layout(tokens)
         with evaluation_mode(model):
             logps_BT = self._logps_of_rows(model, tokens, None)
         rows = logps_BT.masked_fill(tokens.loss_mask_BT == 0, math.nan).tolist()  # B lists of T values

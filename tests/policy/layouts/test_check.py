@@ -17,7 +17,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from support.architectures import RIGHT, build, completions, values_and_gradients
 from support.batches import packed, token_batch
-from support.runs import trainer
+from support.runs import policy, trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -407,6 +407,24 @@ def test_a_run_names_the_layout_by_its_setting_and_auto_falls_back_in_sight(tmp_
     assert saved["settings"]["learning_rate"] == 1e-3
     state = saved["fast_paths"]["layout"]
     assert state.startswith(f"{other} (") and "no kernel image" in state
+
+
+def test_a_run_with_a_reference_compares_the_gradient_of_the_policy(tmp_path):
+    """The log-probs of the reference come first, and it has no gradient."""
+
+    class Detached(torch.nn.Module):
+        """Correct values without a gradient for a long row, as a packed one."""
+
+        def forward(self, hidden):
+            return hidden.detach() if hidden.shape[1] > 64 else hidden
+
+    model = policy()
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Detached())
+    run = trainer(tmp_path, model=model, beta=0.1, max_steps=1)
+    assert run.logprob_computer.layout == "shared_prefix"
+    run.train()
+    other = "forked" if supports_cache_in_checkpoints() else "padded"
+    assert run.logprob_computer.layout == other
 
 
 class OwnLogprobs(GRPOTrainer):
