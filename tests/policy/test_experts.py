@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from support.architectures import EXPERTS, SHARED_EXPERT, STATES, UNUSUAL, build, completions
+from support.batches import token_batch
 from support.runs import trainer
 
 from groupwise import GRPOConfig
@@ -474,6 +475,16 @@ def test_a_run_replays_what_it_has_recorded(mode, iterations, tmp_path):
         assert logs[1]["routing/replayed_share"] > 0.8
     # In float32 the present router chooses what was recorded.
     assert logs[0]["grad_norm"] == pytest.approx(plain.state.log_history[0]["grad_norm"], rel=1e-4)
+
+
+def test_rollouts_of_several_rows_have_no_recorded_routing(tmp_path):
+    run = trainer(tmp_path, model=runs_mixture(), router_replay="R2", num_iterations=2)
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    batch = token_batch(ids, torch.ones_like(ids), ids + 9, torch.ones_like(ids))
+    for recorded in run.old_and_ref_logps(batch).routed_experts:
+        assert [len(part) for part in recorded] == [3, 2]  # the last token is no input
+    several = replace(batch, contexts=(None, ((1, [9, 10]),)))  # two of its tokens follow other ids
+    assert run.old_and_ref_logps(several).routed_experts == (None, None)
 
 
 def test_what_cannot_replay_routing_refuses_it(tmp_path):

@@ -155,7 +155,8 @@ class RouterReplay:
     """Routing of a run with ``router_replay``: "R2": of old log-probs; "R3": of the sampler.
 
     Attributes:
-        recorded: routing of the rows of each pass without one, in order; None: it is not recorded.
+        recorded: routing of each row of each pass in order, None for rollouts of several rows; or None: it is
+            not recorded.
     """
 
     def __init__(self, model: nn.Module, mode: str) -> None:
@@ -171,7 +172,7 @@ class RouterReplay:
                 name = type(base_model(model)).__name__
                 raise ConfigError(f"router_replay={mode!r}, but {name} {reason}; allowed: 'disabled'")
         self.size: tuple[int, int] = size or (0, 0)
-        self.recorded: list[RoutedExperts] | None = None
+        self.recorded: list[RoutedExperts | None] | None = None
 
     def of_batch(self, batch: TokenBatch) -> BatchRouting | None:
         """Return the routing of a batch to replay or to record; None: neither."""

@@ -201,10 +201,11 @@ class LogprobComputer:
         parts = None if batch.contexts is None else model_rows(batch)  # of rollouts of several rows
         batch = batch if parts is None else parts.rows
         self.check(model, batch)
-        routing = None if self.replay is None else self.replay.of_batch(batch)
+        # Rollouts of several rows have no recorded routing: a tree of rows computes tokens once for several.
+        routing = None if self.replay is None or parts is not None else self.replay.of_batch(batch)
         options: Any = {"with_entropy": with_entropy, "with_aux_loss": with_aux_loss, "routing": routing}
         output = self.balanced(self.compute(model, batch, parts=parts, **options), self.balance)
-        if routing is not None and not routing.replays:
-            self.replay.recorded += routing.rows()
-        output = output if routing is None else replace(output, routing=routing)
-        return output if parts is None else parts.join(output)
+        output = replace(output, routing=routing) if parts is None else parts.join(output)
+        if self.replay is not None and self.replay.recorded is not None:
+            self.replay.recorded += [None] * len(output.logps_BT) if routing is None else routing.rows()
+        return output
