@@ -232,6 +232,24 @@ def test_a_forward_without_the_balancing_loss_that_it_accepts_is_refused(monkeyp
         computer(model, completions(), with_entropy=False, with_aux_loss=True)
 
 
+def test_a_mixture_that_scales_its_logits_is_compared_with_its_own_head(monkeypatch):
+    """Its config does not say so: the chunked head is refused, and not the model."""
+    model = build(transformers.MixtralConfig, {"num_local_experts": 4, "output_router_logits": False})
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def scaled(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    computer = computer_of(model)
+    computer.with_aux_loss = True
+    monkeypatch.setattr(type(model), "forward", scaled)
+    computer(model, completions(), with_entropy=False, with_aux_loss=True)
+    assert (computer.layout, computer.head.name) == ("shared_prefix", "dense")
+
+
 def test_a_forward_that_selects_positions_wrongly_is_seen():
     """The reference computes all positions of a row: no layout does."""
     model = build(*RIGHT["llama"])

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -25,12 +26,7 @@ from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.errors import ConfigError
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.introspection import (
-    base_model,
-    evaluation_mode,
-    plain_logps,
-    unwrapped,
-)
+from groupwise.policy.introspection import base_model, evaluation_mode, plain_logps, unwrapped
 from groupwise.policy.layouts.padded import compute_padded_logprobs
 from groupwise.records import ImageInputs, TokenBatch
 from groupwise.records.fast_paths import FastPath
@@ -40,10 +36,8 @@ from groupwise.tokenization.images import image_token_id
 
 logger = logging.getLogger(__name__)
 
-#: Log-probs (B, T) under a model in some layout, differentiable.
-ComputeLogps = Callable[[nn.Module, TokenBatch], torch.Tensor]
-#: Balancing loss of a mixture of experts in some layout, a scalar.
-ComputeAuxLoss = Callable[[nn.Module, TokenBatch], torch.Tensor | None]
+#: Log-probs (B, T) under a model in some layout, or its balancing loss, a scalar; differentiable.
+Compute = Callable[[nn.Module, TokenBatch], torch.Tensor]
 
 _TOKENS = 32  # of a prompt and of a completion
 _FACTOR = 2.0  # allowed error of the layout in errors of the model's own forward
@@ -74,13 +68,14 @@ class RowsAlone:
         evaluation: compare in evaluation mode alone, without gradient checkpoints; as many forwards on every
             rank.
         longer: tokens that some compared rows exceed, as of a sliding window; 0: all are short.
+        with_aux_loss: compare the balancing loss of a mixture of experts, too.
 
     Attributes:
         moved: mean change in nats of the log-probs before the last token of a row if that token is another
             one, for a causal model no more than rounding.
         noise: largest difference in nats of two forwards in training mode.
         random: layouts are compared in evaluation mode, because the forward of training is another one.
-        balancing_loss: of the padded model on these rows, if it is compared; see :func:`balancing_loss_of`.
+        balancing_loss: of the padded model on these rows; None if it is not compared, or there is none.
 
     Raises:
         RuntimeError: the model does not run in float32.
@@ -95,6 +90,7 @@ class RowsAlone:
         sharded: bool,
         evaluation: bool = False,
         longer: int = 0,
+        with_aux_loss: bool = False,
     ) -> None:
         # 3 rows of 32 + 32 tokens, more with images; the first is a neighbour of those that are compared.
         self.rows = probe_rows(batch, image_token_id(base_model(model).config), longer)
@@ -117,7 +113,12 @@ class RowsAlone:
         # (3, T), zeros for the neighbour.
         self.exact, own = ((F.pad(of[0].flip(0), (0, 0, 1, 0)), of[1]) for of in (exact, plain))
         self.alone = self._errors(own)
-        self.balancing_loss: torch.Tensor | None = None
+        self.balancing_loss: Any = None
+        if with_aux_loss:
+            options: Any = {"with_entropy": False, "with_aux_loss": True}
+            with evaluation_mode(model), torch.no_grad():  # routers may add noise in training
+                padded = compute_padded_logprobs(self.inner, self.rows, LogprobHead("dense"), **options)
+            self.balancing_loss = padded.aux_loss
         trained_1T, again_1T, evaluated_1T = self._with_another_end(each[1])
         plain_1T = plain[0][1:, : trained_1T.shape[1]]
         self.moved = (evaluated_1T - plain_1T).abs().mean().item()
@@ -146,7 +147,7 @@ class RowsAlone:
                 logps += [_alone(self.inner, changed)[:, :-1] for _ in range(times)]
         return logps
 
-    def problem(self, compute: ComputeLogps) -> str:
+    def problem(self, compute: Compute) -> str:
         """Return the errors of ``compute`` if one is larger than allowed; "": it computes the rows alone.
 
         They are compared in the mode that trains, with its gradient checkpoints.
@@ -165,9 +166,22 @@ class RowsAlone:
             for error, theirs, most in zip(errors, self.alone, allowed, strict=True)
         )
         found = f"their mean error in nats is {logps}, and the relative error of a gradient {gradient}"
-        return f"on {self.num_tokens} tokens in {self.dtype} {found}"
+        tokens = f"on {self.num_tokens} tokens in {self.dtype}"
+        return f"does not reproduce this model's log-probs: {tokens} {found}"
 
-    def _measure(self, compute: ComputeLogps, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.no_grad()
+    def balancing_problem(self, compute: Compute) -> str:
+        """Return the error of the balancing loss ``compute`` if it is larger than allowed; "": it is not."""
+        with evaluation_mode(self.model):
+            error = (compute(self.inner, self.rows) / self.balancing_loss - 1).abs().item()
+        allowed = 1e-4 if self.dtype.itemsize >= 4 else 5e-2  # in half precision a few tokens choose others
+        if error <= allowed:  # False for NaN
+            return ""
+        return (
+            f"does not reproduce this model's balancing loss: its error is {error:.2g} (allowed: {allowed:g})"
+        )
+
+    def _measure(self, compute: Compute, parts: list[TokenBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs (B, T), zero on padding, and the gradient of their sum to the probes, flat."""
         logps, gradient = [], torch.zeros(())
         for part in parts:
@@ -187,11 +201,12 @@ class RowsAlone:
         return of_logps.item(), ((gradient - true_gradient).norm() / norm).item()
 
 
-def check_forward(rows: RowsAlone, *, has_dropout: bool) -> None:
+def check_forward(rows: RowsAlone, *, has_dropout: bool, with_aux_loss: bool = False) -> None:
     """Refuse a model whose later tokens change earlier log-probs, and random numbers besides dropout.
 
     Args:
         has_dropout: False: ``disable_dropout`` must leave nothing random.
+        with_aux_loss: its forward must return a balancing loss.
 
     Raises:
         ConfigError: the message has the change.
@@ -208,6 +223,11 @@ def check_forward(rows: RowsAlone, *, has_dropout: bool) -> None:
             f"disable_dropout=True, but log-probs of two forward passes in training mode differ by "
             f"{rows.noise:.2g} nats: a part of {name} draws random numbers, as the routers of PhiMoE do; "
             "set its probability to 0 in the model's config, or disable_dropout=False"
+        )
+    if with_aux_loss and rows.balancing_loss is None:
+        raise ConfigError(
+            f"the forward of {name} accepts output_router_logits and returns no balancing loss (aux_loss): "
+            "its experts would be trained without one; set router_aux_loss_coef=0.0"
         )
 
 
@@ -351,41 +371,6 @@ def _unpack(packed: Any) -> torch.Tensor:
     return weight.detach().float().as_strided(size, stride, offset)
 
 
-@torch.no_grad()
-def balancing_loss_of(rows: RowsAlone, head: LogprobHead) -> torch.Tensor:
-    """Return the balancing loss of the padded model on the compared rows, in evaluation mode.
-
-    Raises:
-        ConfigError: the forward accepts ``output_router_logits`` and returns no balancing loss.
-    """
-    with evaluation_mode(rows.model):  # routers may add noise in training
-        output = compute_padded_logprobs(rows.inner, rows.rows, head, with_entropy=False, with_aux_loss=True)
-    if output.aux_loss is None:
-        raise ConfigError(
-            f"the forward of {type(base_model(rows.model)).__name__} accepts output_router_logits and "
-            "returns no balancing loss (aux_loss), so that its experts would be trained without one; set "
-            "router_aux_loss_coef=0.0"
-        )
-    return output.aux_loss
-
-
-@torch.no_grad()
-def check_balancing_loss(rows: RowsAlone, compute: ComputeAuxLoss) -> None:
-    """Raise a RuntimeError if the balancing loss of a layout is not that of the padded model.
-
-    In half precision a few tokens choose other experts.
-    """
-    with evaluation_mode(rows.model):
-        in_layout = compute(rows.inner, rows.rows)
-    assert in_layout is not None and rows.balancing_loss is not None
-    error = (in_layout / rows.balancing_loss - 1).abs().item()
-    allowed = 1e-4 if rows.dtype.itemsize >= 4 else 5e-2
-    if not error <= allowed:  # NaN exceeds every number
-        raise RuntimeError(
-            f"its balancing loss differs by {error:.2g} of that of the padded model (allowed: {allowed:g})"
-        )
-
-
 class Way(NamedTuple):
     """Parts of a log-prob computation: layout, head, and if packed attention runs in a varlen kernel."""
 
@@ -403,15 +388,15 @@ def choose_way(computer: Any, model: nn.Module, batch: TokenBatch) -> None:
         ConfigError: none passes.
     """
     dtype, alone, cause, reason = computer.mixed_precision or next(model.parameters()).dtype, None, None, ""
-    fixed = computer.sharded or computer.reentrant
+    fixed, with_aux_loss = computer.sharded or computer.reentrant, computer.with_aux_loss
     options: Any = {"dtype": dtype, "sharded": computer.sharded, "evaluation": fixed}
+    options |= {"longer": computer.longer(batch.prompt_ids_BL.shape[1]), "with_aux_loss": with_aux_loss}
     try:
-        alone = RowsAlone(model, batch, longer=computer.longer(batch.prompt_ids_BL.shape[1]), **options)
+        alone = RowsAlone(model, batch, **options)
     except Exception as error:  # a model that does not run in float32, or not on a row alone
         cause = _unless_out_of_memory(error)
     else:
-        check_forward(alone, has_dropout=computer.has_dropout)
-        alone.balancing_loss = balancing_loss_of(alone, computer.head) if computer.with_aux_loss else None
+        check_forward(alone, has_dropout=computer.has_dropout, with_aux_loss=with_aux_loss)
     first = Way(computer.layout, computer.head.name, computer.varlen)
     pairs = product((first.layout, *computer.other_layouts), (first.head, *computer.other_heads))
     # The chosen layout with its kernel, then without; then the others, each with every head.
@@ -451,16 +436,17 @@ def _failure(computer: Any, alone: Any, cause: Exception | None) -> tuple[str, E
         if alone is None:  # nothing to compare with: padded sequences are what every model takes
             assert computer.layout == "padded", cause
             return "", None
-        problem = alone.problem(lambda m, rows: computer.compute(m, rows, with_entropy=False).logps_BT)
-        if not problem and alone.balancing_loss is not None and computer.layout != "padded":
-            # A padded batch has the loss of transformers itself; the other layouts make it of their sums.
-            options: Any = {"with_entropy": False, "with_aux_loss": True}
-            own = computer.balanced
-            check_balancing_loss(alone, lambda m, rows: own(computer.compute(m, rows, **options)).aux_loss)
+        compute = partial(computer.compute, with_entropy=False)
+        problem = alone.problem(lambda m, rows: compute(m, rows).logps_BT)
+        if alone.balancing_loss is not None:
+            of_loss = partial(compute, with_aux_loss=True)
+            # Also after a problem: all ranks of a sharded model run as many forwards.
+            other = alone.balancing_problem(lambda m, rows: computer.balanced(of_loss(m, rows)).aux_loss)
+            problem = problem or other
     except Exception as error:  # the layout's forward of an unknown model, in any way
         cause = cause or _unless_out_of_memory(error)
         return f"cannot be checked: {type(cause).__name__}: {cause}", cause
-    return problem and f"does not reproduce this model's log-probs: {problem}", None
+    return problem, None
 
 
 def _report(computer: Any, first: Way, way: Way, reason: str) -> None:
