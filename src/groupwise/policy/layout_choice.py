@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -176,18 +177,16 @@ def _length_that_matters(policy: PreTrainedModel, config: GRPOConfig, prompt_tok
     return max((number for name, number in numbers if name in names and number < reached), default=0)
 
 
-def make_logprob_computer(
-    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
-) -> LogprobComputer:
-    """Build the log-prob computer with the configured layout and head."""
-    if is_sharded(accelerator) and changes_head(policy):
+def _check_settings(
+    policy: PreTrainedModel, config: GRPOConfig, *, sharded: bool, with_aux_loss: bool, sums_routers: bool
+) -> None:
+    """Refuse settings with which the head has no parameters, or the balancing loss no gradient or scope."""
+    if sharded and changes_head(policy):
         raise ConfigError(
             "an adapter changes the language-model head, whose parameters are added up in its forward: with "
             "FSDP or DeepSpeed they are not there; leave the head out of the adapter, put it into "
             "modules_to_save, or do not shard"
         )
-    with_aux_loss = router_aux_loss_coef(policy, config) != 0.0
-    sums_routers = with_aux_loss and balancing_scope(base_model(policy)) is not None
     if config.router_aux_loss_scope == "global_batch" and not sums_routers:
         missing = "balancing loss whose sums can be read" if with_aux_loss else "balancing loss"
         raise ConfigError(
@@ -199,40 +198,47 @@ def make_logprob_computer(
             "gradient_checkpointing_kwargs={'use_reentrant': True} detaches the router logits, so that the "
             "balancing loss has no gradient; set it to False, or router_aux_loss_coef=0.0"
         )
+
+
+def make_logprob_computer(
+    policy: PreTrainedModel, config: GRPOConfig, accelerator: Accelerator
+) -> LogprobComputer:
+    """Build the log-prob computer with the configured layout and head."""
+    sharded, on_gpu = is_sharded(accelerator), accelerator.device.type == "cuda"
+    with_aux_loss = router_aux_loss_coef(policy, config) != 0.0
+    sums_routers = with_aux_loss and balancing_scope(base_model(policy)) is not None
+    _check_settings(policy, config, sharded=sharded, with_aux_loss=with_aux_loss, sums_routers=sums_routers)
     # NEFTune scales its noise by the length of a row: that of a sequence in the padded layout alone.
     only_padded = "neftune_noise_alpha" if config.neftune_noise_alpha is not None else ""
     only_padded = "use_liger_kernel" if config.use_liger_kernel else only_padded
-    one_forward = _reason_for_one_forward(policy, config, accelerator)
-    path = choose_layout(
-        "padded" if only_padded else config.sequence_layout,
-        policy,
-        group_size=config.num_generations,
-        with_aux_loss=with_aux_loss,
-        on_gpu=accelerator.device.type == "cuda",
-        one_forward=one_forward,
-    )
-    is_free = config.sequence_layout == "auto" and not only_padded
-    head = LogprobHead(
-        "chunked" if config.logprob_head == "auto" else config.logprob_head,
-        fp32=config.cast_lm_head_to_fp32,
-    )
+    wanted = "padded" if only_padded else config.sequence_layout
+    options: Any = {
+        "group_size": config.num_generations,
+        "one_forward": _reason_for_one_forward(policy, config, accelerator),
+    }
+    path = choose_layout(wanted, policy, with_aux_loss=with_aux_loss, on_gpu=on_gpu, **options)
     # Ranks of a sharded model make as many forwards, and a balancing loss without sums needs one.
-    whole = is_sharded(accelerator) or with_aux_loss != sums_routers
+    whole = sharded or with_aux_loss != sums_routers
+    head = "chunked" if config.logprob_head == "auto" else config.logprob_head
     computer = LogprobComputer(
         path.choice,
-        head,
+        LogprobHead(head, fp32=config.cast_lm_head_to_fp32),
         partial(any_rank, accelerator),
         partial(largest, accelerator) if gathers_in_forwards(accelerator) else None,
-        sharded=is_sharded(accelerator),
+        sharded=sharded,
         mixed_precision=autocast_dtype(accelerator),
-        other_layouts=next_layouts(path.choice, policy, config.num_generations, one_forward, whole)
-        if is_free
-        else (),
+        other_layouts=next_layouts(path.choice, policy, whole=whole, **options) if wanted == "auto" else (),
         other_heads=("dense",) if config.logprob_head == "auto" else (),
         reentrant=uses_reentrant_checkpoints(config),
         longer=partial(_length_that_matters, policy, config),
+        with_aux_loss=with_aux_loss,
+        has_dropout=not config.disable_dropout,
+        checked=bool(only_padded),  # noise, or no log-probs
+        checked_images=bool(only_padded),
+        paths=[path._replace(reason=only_padded) if only_padded else path],
     )
-    computer.with_aux_loss, computer.has_dropout = with_aux_loss, not config.disable_dropout
+    chosen = "" if head == "chunked" else f"logprob_head={head!r}"
+    computer.paths.append(FastPath("head", "liger" if config.use_liger_kernel else head, chosen))
     if config.router_replay != "disabled":
         from groupwise.policy.experts import RouterReplay
 
@@ -240,12 +246,8 @@ def make_logprob_computer(
     # On a CPU experts are sampled by the same float32 products, and a cast of all of them costs every token.
     if computer.mixed_precision is not None and accelerator.device.type != "cpu" and experts_of(policy):
         cast_experts(accelerator.device.type)
-    computer.checked = computer.checked_images = bool(only_padded)  # noise, or no log-probs
-    chosen = "" if head.name == "chunked" else f"logprob_head={head.name!r}"
-    of_head = FastPath("head", "liger" if config.use_liger_kernel else head.name, chosen)
-    computer.paths = [path._replace(reason=only_padded) if only_padded else path, of_head]
     packs = path.choice in ("packed", "shared_prefix") and install_attention_hook(base_model(policy))
-    if packs and accelerator.device.type == "cuda":
+    if packs and on_gpu:
         from groupwise.policy.layouts.varlen import reason_against_varlen
 
         reason = reason_against_varlen(accelerator.device, computer.mixed_precision or policy.dtype)

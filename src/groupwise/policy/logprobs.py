@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -52,61 +52,55 @@ def model_rows(batch: TokenBatch) -> Any:
 Balance = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(eq=False)
 class LogprobComputer:
     """Compute log-probs of completions in the layout of the run.
 
-    Args:
-        any_rank: returns True if its argument is true on a rank; called once per check, by all ranks.
-        largest: returns the largest of the arguments of all ranks, which call it before the passes of a
-            micro-batch to run as many; None: ranks need not run as many.
-        sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares
-            no gradients.
-        mixed_precision: dtype of matrix products under autocast; None: that of the weights.
-        varlen: packed attention runs in a varlen kernel; if the check fails, in blocks.
-        other_layouts: layouts to try after ``layout``; none if the user chose it by its name.
-        other_heads: heads to try after ``head``, in every layout.
-        reentrant: gradient checkpoints are reentrant; the check then compares gradients without checkpoints,
-            because these give none of chosen parameters.
-        longer: from the tokens of the longest prompt, a number of tokens that rows of the run may exceed and
-            on which the model's forward depends, such as a window; 0: none.
-
-    Attributes:
-        paths: states of layout and head.
-        fell_back: the layout failed its check, so that another one was taken.
-        has_dropout: the forward of training may be random; otherwise the check refuses one that is.
-        with_aux_loss: training includes the balancing loss of a mixture of experts.
-        balance: balancing loss of sums (2E + 1,); None: that of the micro-batch alone.
-        replay: ``RouterReplay`` of experts' routing (``router_replay``).
+    layout, head: of the run; the check may take others.
+    any_rank: returns True if its argument is true on a rank; called once per check, by all ranks.
+    largest: returns the largest of the arguments of all ranks, which call it before the passes of a
+        micro-batch to run as many; None: ranks need not run as many.
+    sharded: parameters are sharded (FSDP, DeepSpeed); the check then calls the wrapped model and compares no
+        gradients.
+    mixed_precision: dtype of matrix products under autocast; None: that of the weights.
+    varlen: packed attention runs in a varlen kernel; if the check fails, in blocks.
+    other_layouts: layouts to try after ``layout``; none if the user chose it by its name.
+    other_heads: heads to try after ``head``, in every layout.
+    reentrant: gradient checkpoints are reentrant; the check then compares gradients without checkpoints,
+        because these give none of chosen parameters.
+    longer: from the tokens of the longest prompt, a number of tokens that rows of the run may exceed and on
+        which the model's forward depends, such as a window; 0: none.
+    with_aux_loss: training includes the balancing loss of a mixture of experts.
+    has_dropout: the forward of training may be random; otherwise the check refuses one that is.
+    replay: ``RouterReplay`` of experts' routing (``router_replay``).
+    checked, checked_images: layout and head are final, for text and for images.
+    paths: states of layout and head.
+    balance: balancing loss of sums (2E + 1,); None: that of the micro-batch alone.
+    fell_back: the layout failed its check, so that another one was taken.
     """
 
-    def __init__(
-        self,
-        layout: str,
-        head: LogprobHead,
-        any_rank: Callable[[bool], bool] = bool,
-        largest: Callable[[int], int] | None = None,
-        *,
-        sharded: bool = False,
-        mixed_precision: torch.dtype | None = None,
-        varlen: bool = False,
-        other_layouts: Sequence[str] = ("padded",),
-        other_heads: Sequence[str] = (),
-        reentrant: bool = False,
-        longer: Callable[[int], int] = lambda prompt: 0,
-    ) -> None:
-        self.layout = layout
-        self.head = head
-        self.any_rank, self.largest = any_rank, largest
-        self.sharded = sharded
-        self.mixed_precision = mixed_precision
-        self.other_layouts, self.other_heads = other_layouts, other_heads
-        self.reentrant, self.longer = reentrant, longer
-        self.fell_back, self.varlen = False, varlen
-        self.with_aux_loss, self.has_dropout = False, True
-        self.balance: Balance | None = None
-        self.replay: Any = None
-        self.checked = self.checked_images = False
-        self.paths = [FastPath("layout", layout), FastPath("head", head.name)]
+    layout: str
+    head: LogprobHead
+    any_rank: Callable[[bool], bool] = bool
+    largest: Callable[[int], int] | None = None
+    sharded: bool = False
+    mixed_precision: torch.dtype | None = None
+    varlen: bool = False
+    other_layouts: Sequence[str] = ("padded",)
+    other_heads: Sequence[str] = ()
+    reentrant: bool = False
+    longer: Callable[[int], int] = lambda prompt: 0
+    with_aux_loss: bool = False
+    has_dropout: bool = True
+    replay: Any = None
+    checked: bool = False
+    checked_images: bool = False
+    paths: list[FastPath] = field(default_factory=list)
+    balance: Balance | None = None
+    fell_back: bool = False
+
+    def __post_init__(self) -> None:
+        self.paths = self.paths or [FastPath("layout", self.layout), FastPath("head", self.head.name)]
 
     def check(self, model: nn.Module, batch: TokenBatch) -> None:
         """Compare layout and head with the model's own forward on rows alone, and take those that pass.
@@ -139,7 +133,9 @@ class LogprobComputer:
         if self.layout == "forked":
             return forked_layout().fork_sequences(batch, whole=self.with_aux_loss)
         if parts is not None and self.layout == "shared_prefix":
-            return parts.pack_tree(varlen=self.varlen)
+            from groupwise.policy.layouts.contexts import pack_tree
+
+            return pack_tree(batch, varlen=self.varlen)
         return pack_sequences(batch, shared=self.layout == "shared_prefix", varlen=self.varlen)
 
     def compute(
