@@ -12,7 +12,7 @@ from groupwise.core.padding import length_mask, pad_sequences
 from groupwise.generation.rollout_func import call_rollout_function
 from groupwise.policy.attention import install_attention_hook
 from groupwise.policy.heads.capture import LogprobHead
-from groupwise.policy.layouts.contexts import split_contexts
+from groupwise.policy.layouts.contexts import pack_tree, split_contexts
 from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import TokenBatch
 from groupwise.records.sampling_mask import SamplingMask
@@ -100,7 +100,7 @@ def test_a_common_beginning_is_computed_once(seed: int) -> None:
     draw = random.Random(seed)
     system = [7, 8, 9, 10, 11, 12]
     rollouts = [agent(draw, system) for _ in range(3)]
-    packed = split_contexts(batch_of(rollouts)).pack_tree(varlen=False)
+    packed = pack_tree(split_contexts(batch_of(rollouts)).rows)
     # Every different beginning of a row is one token of the model.
     sequences = [prompt + ids for rollout in rollouts for prompt, ids in rollout]
     distinct = {tuple(sequence[: i + 1]) for sequence in sequences for i in range(len(sequence))}

@@ -42,10 +42,6 @@ class ModelRows:
     def num_tokens(self) -> int:
         return self.rows.num_tokens() if self.packed is None else self.packed.num_tokens()
 
-    def pack_tree(self, *, varlen: bool) -> PackedSequences:
-        """Pack the rows with every common beginning once."""
-        return pack_tree(self.rows, varlen=varlen)
-
     def join(self, output: LogprobOutput) -> LogprobOutput:
         """Return log-probs and entropies of the rows (R, T') as those of the rollouts (B, T)."""
         entropy_RT = output.entropy_BT
@@ -57,7 +53,7 @@ class ModelRows:
 
 
 def split_contexts(batch: TokenBatch) -> ModelRows:
-    """Return the rows that the model computes for ``batch``; waits once for the device, to read lengths."""
+    """Return the rows that the model computes for ``batch``; waits twice for the device, to read tokens."""
     size, width = batch.completion_ids_BT.shape  # B, T
     lengths = batch.completion_mask_BT.sum(-1).tolist()  # |tokens| of each rollout, tools included
     # (rollout, context or None for the prompt, first token, end) of each row; rows after the prompts first,
@@ -80,7 +76,12 @@ def split_contexts(batch: TokenBatch) -> ModelRows:
     index = torch.zeros(size * width, dtype=torch.long)  # (B · T,), on the host: one transfer
     for row, tokens in enumerate(source):
         index[tokens.start : tokens.stop] = torch.arange(len(tokens)) + row * row_width
-    prompts_RL, prompt_mask_RL = _prompts(batch, [ids for _, ids, *_ in later], device)
+    # The prompts of the batch with their padding, and the contexts below them: ids and mask, (R, L').
+    prompts, prompt_masks = torch.stack([batch.prompt_ids_BL, batch.prompt_mask_BL]).tolist()
+    others: list[Any] = [ids for _, ids, *_ in later]
+    prompt_ids_RL = pad_sequences([*prompts, *others], 0, left=True, device=device)
+    ones = [[1] * len(ids) for ids in others]
+    prompt_mask_RL = pad_sequences([*prompt_masks, *ones], 0, left=True, device=device)
 
     def of_tokens(values_BT: torch.Tensor, fill: float = 0) -> torch.Tensor:
         return values_BT.flatten()[source_RT].masked_fill(real_RT == 0, fill)
@@ -88,7 +89,7 @@ def split_contexts(batch: TokenBatch) -> ModelRows:
     masks = batch.sampling_mask
     sampler_BT = batch.sampler_logps_BT
     rows = TokenBatch(
-        prompt_ids_BL=prompts_RL,
+        prompt_ids_BL=prompt_ids_RL,
         prompt_mask_BL=prompt_mask_RL,
         completion_ids_BT=of_tokens(batch.completion_ids_BT),
         completion_mask_BT=real_RT,
@@ -144,20 +145,6 @@ def pack_tree(batch: TokenBatch, *, varlen: bool = False) -> PackedSequences:
         packing.logit_index += paths[row][prompts[row] - 1 : prompts[row] + length - 1]
         packing.output_index += range(row * max_completion, row * max_completion + length)
     return packing.on_device(batch, completions, varlen=varlen)
-
-
-def _prompts(
-    batch: TokenBatch, contexts: list[Any], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the prompts of the batch and the contexts below them, (R, L') ids and mask, padded left."""
-    if not contexts:
-        return batch.prompt_ids_BL, batch.prompt_mask_BL
-    ids = pad_sequences(contexts, 0, left=True, device=device)
-    mask = length_mask([len(context) for context in contexts], ids.shape[1], left=True, device=device)
-    width = max(ids.shape[1], batch.prompt_ids_BL.shape[1])
-    pairs = ((batch.prompt_ids_BL, ids), (batch.prompt_mask_BL, mask))
-    padded = [[torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in pair] for pair in pairs]
-    return torch.cat(padded[0]), torch.cat(padded[1])
 
 
 def _images(batch: TokenBatch, later: list[Any]) -> list[ImageInputs]:
