@@ -228,28 +228,27 @@ def compute_forked_logprobs(
     Raises:
         RuntimeError: the model did not use the cache that it was given, or reentrant checkpoints detach it.
     """
-    accepted = accepted_arguments(model)
     outputs: list[tuple[torch.Tensor, LogprobOutput]] = []  # with the rows of each pass
     unused: list[torch.Tensor] = []  # outputs of passes that no loss reads
-    sums: list[torch.Tensor] | None = [] if with_aux_loss else None  # (2E + 1,) of each pass
+    sums: list[torch.Tensor | None] = []  # (2E + 1,) of each pass, if requested
     # Below DDP, whose hooks fire once per backward pass; not below a wrapper that gathers parameters.
     reader = model if num_passes else unwrapped(model)
     temperature = batch.sampler.temperature
     compute = partial(forward_logprobs, head=head, temperature=temperature, with_entropy=with_entropy)
     for fork in forked.forks:
         prompt = ForkableCache(_empty_layers(model), forked.num_tokens(), keep=True)
-        start_P1 = _read_prompts(reader, fork, prompt, accepted, unused, sums, routing)
+        start_P1 = _read_prompts(reader, fork, prompt, unused, sums, with_aux_loss, routing)
         for part in fork.parts:
-            output = _continue_prompts(model, part, prompt, start_P1, accepted, compute, sums, routing)
+            output = _continue_prompts(model, part, prompt, start_P1, compute, with_aux_loss, routing)
             outputs.append((part.rows_R, output))
+            sums.append(output.aux_loss)
         prompt.after.clear()  # a recomputation reads the layers before the pass alone
     if forked.padded is not None:
         rows_R = torch.tensor(forked.padded_rows, device=batch.prompt_ids_BL.device)
         options: Any = {"with_router_sums": with_aux_loss, "routing": routing, "rows_R": rows_R}
         output = compute_padded_logprobs(model, forked.padded, head, with_entropy=with_entropy, **options)
-        if sums is not None and output.aux_loss is not None:
-            sums.append(output.aux_loss)
         outputs.append((rows_R, output))
+        sums.append(output.aux_loss)
     for _ in range(num_passes - forked.num_passes()):
         ids_12 = batch.prompt_ids_BL[:1, -1:].expand(1, 2)  # not one token: see _width
         unused.append(model(input_ids=ids_12, logits_to_keep=1, use_cache=False).logits)
@@ -260,15 +259,15 @@ def compute_forked_logprobs(
         rows_R, output = outputs[0]
         tied_RT = output.logps_BT + sum(zero.sum() for zero in zeros)
         outputs[0] = rows_R, replace(output, logps_BT=tied_RT)
-    return join_outputs(outputs, batch.completion_ids_BT.shape[1], sums or ())
+    return join_outputs(outputs, batch.completion_ids_BT.shape[1], sums)
 
 
 def _inputs_of(
-    model: nn.Module, ids_RT: torch.Tensor, start_R1: torch.Tensor, cache: ForkableCache, accepted: set[str]
+    model: nn.Module, ids_RT: torch.Tensor, start_R1: torch.Tensor, cache: ForkableCache
 ) -> ModelInputs:
     """Return the arguments of a pass over tokens whose positions begin at ``start_R1`` (R, 1)."""
     inputs: ModelInputs = {"input_ids": ids_RT, cache_argument(base_model(model)) or "": cache}
-    if "position_ids" in accepted:  # not every model derives them from its cache
+    if "position_ids" in accepted_arguments(model):  # not every model derives them from its cache
         inputs["position_ids"] = start_R1 + torch.arange(ids_RT.shape[1], device=ids_RT.device)
     return inputs
 
@@ -277,9 +276,9 @@ def _read_prompts(
     model: nn.Module,
     fork: Fork,
     cache: ForkableCache,
-    accepted: set[str],
     unused: list[torch.Tensor],
-    sums: list[torch.Tensor] | None,
+    sums: list[torch.Tensor | None],
+    with_aux_loss: bool,
     routing: Any,
 ) -> torch.Tensor:
     """Write the prompts of ``fork`` and their images to ``cache``; returns their next positions (P, 1).
@@ -291,22 +290,21 @@ def _read_prompts(
     start_P1 = ids_PL.new_zeros(size, 1)
     if not length:  # a prompt of one token has nothing before its last token
         return start_P1
-    inputs = _inputs_of(model, ids_PL, start_P1, cache, accepted)
+    inputs = _inputs_of(model, ids_PL, start_P1, cache)
     if routing is not None:  # columns of the prompts without their last tokens
         inputs["routing"] = routing, routing.index(fork.first_P, length + 1, length)
-    arrays = join_images(fork.images, [0] * size, length, ids_PL.device)
+    arrays, accepted = join_images(fork.images, [0] * size, length, ids_PL.device), accepted_arguments(model)
     inputs.update({name: value for name, value in arrays.items() if name in accepted})
     own_positions = has_images(fork.images) and has_own_positions(model)
     if own_positions:
         inputs.pop("position_ids", None)
+    weight_S = None
+    if with_aux_loss:  # a prompt's token counts once per row, (P · (L - 1),)
+        weight_S = torch.tensor(fork.rows_P, device=ids_PL.device).repeat_interleave(length)
     with checkpoints_keep_cache(model):
-        # A prompt's token counts once per row, (P · (L - 1),).
-        rows_P = None if sums is None else torch.tensor(fork.rows_P, device=ids_PL.device)
-        weight_S = None if rows_P is None else rows_P.repeat_interleave(length)
         output, of_pass = call_model(model, {**inputs, "logits_to_keep": 1}, router_weight_S=weight_S)
-        unused.append(output.logits)
-    if sums is not None and of_pass is not None:
-        sums.append(of_pass)
+    unused.append(output.logits)
+    sums.append(of_pass)
     cache.check_written()
     # An image takes fewer positions than tokens.
     return start_P1 + length + (multimodal_part(model).rope_deltas if own_positions else 0)
@@ -317,32 +315,25 @@ def _continue_prompts(
     part: Continuations,
     prompt: ForkableCache,
     start_P1: torch.Tensor,
-    accepted: set[str],
     compute: Callable[..., Any],
-    sums: list[torch.Tensor] | None,
+    with_aux_loss: bool,
     routing: Any,
 ) -> LogprobOutput:
     """Return log-probs and entropies (R, T) of completions that continue the layers of ``prompt``.
-
-    Adds router sums to ``sums``.
 
     Args:
         compute: :func:`forward_logprobs` with the head and the temperature.
     """
     before = prompt.rows(part.prompt_R) if prompt.written else _empty_layers(model)
     cache = ForkableCache(before, prompt.num_tokens, keep=False)
-    inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache, accepted)
+    inputs = _inputs_of(model, part.input_ids_RT, start_P1[part.prompt_R], cache)
     if routing is not None:  # from the prompt's last token on
         inputs["routing"] = routing, routing.index(part.rows_R, 1, part.input_ids_RT.shape[1])
+    weight_S = part.real_RT.flatten() if with_aux_loss else None
     with checkpoints_keep_cache(model):
-        weight_S = None if sums is None else part.real_RT.flatten()
-        logps_RT, entropy_RT, of_pass = compute(
-            model, inputs, part.target_RT, kept=part.kept, router_weight_S=weight_S
-        )
-    if sums is not None and of_pass is not None:
-        sums.append(of_pass)
+        output = compute(model, inputs, part.target_RT, kept=part.kept, router_weight_S=weight_S)
     cache.check_written()
-    return LogprobOutput(logps_RT, entropy_RT)
+    return LogprobOutput(*output)
 
 
 class ForkableCache(DynamicCache):

@@ -105,18 +105,17 @@ def compute_equal_lengths(
         parts.append(
             (rows_R, compute_padded_logprobs(model, batch.select(rows), head, rows_R=rows_R, **options))
         )
-    sums = [output.aux_loss for _, output in parts if output.aux_loss is not None]
-    return join_outputs(parts, batch.completion_ids_BT.shape[1], sums)
+    return join_outputs(parts, batch.completion_ids_BT.shape[1], [output.aux_loss for _, output in parts])
 
 
 def join_outputs(
-    parts: Sequence[tuple[torch.Tensor, LogprobOutput]], width: int, sums: Sequence[torch.Tensor]
+    parts: Sequence[tuple[torch.Tensor, LogprobOutput]], width: int, sums: Sequence[torch.Tensor | None]
 ) -> LogprobOutput:
     """Return the outputs (R, T') of parts of a batch, each with its rows, as those of the batch, (B, T).
 
     Args:
         width: T.
-        sums: router sums of all passes, which add up.
+        sums: router sums of all passes, which add up; None of passes without.
     """
     place_B = torch.cat([rows_R for rows_R, _ in parts]).argsort()  # of each row among the parts
 
@@ -124,10 +123,11 @@ def join_outputs(
         return torch.cat([F.pad(each, (0, width - each.shape[1])) for each in values])[place_B]
 
     entropies = [output.entropy_BT for _, output in parts if output.entropy_BT is not None]
+    given = [each for each in sums if each is not None]
     return LogprobOutput(
         joined([output.logps_BT for _, output in parts]),
         joined(entropies) if entropies else None,
-        torch.stack([*sums]).sum(0) if sums else None,
+        torch.stack(given).sum(0) if given else None,
     )
 
 
