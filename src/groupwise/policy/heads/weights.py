@@ -82,15 +82,6 @@ def changes_head(model: PreTrainedModel) -> bool:
     return hasattr(head, "base_layer") or hasattr(head, "token_adapter")
 
 
-def parameters_of(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias that a module computes with, with what an adapter of its own adds."""
-    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
-        from groupwise.compat.peft import head_parameters
-
-        return head_parameters(head)
-    return cast(torch.Tensor, head.weight), getattr(head, "bias", None)
-
-
 def is_tied(model: PreTrainedModel) -> bool:
     """Return True if the head in use computes with the embeddings' matrix, and adapters change both alike."""
     return _matrix(model.get_input_embeddings()) == _matrix(model.get_output_embeddings())
@@ -137,7 +128,11 @@ def head_weights(model: PreTrainedModel, fp32: bool = False) -> HeadWeights:
     check_head(model)
     head = output_head(model)
     config = model.config.get_text_config(decoder=True)
-    weight_VH, bias_V = parameters_of(head)
+    weight_VH, bias_V = head.weight, cast("torch.Tensor | None", getattr(head, "bias", None))
+    if changes_head(model):
+        from groupwise.compat.peft import head_parameters
+
+        weight_VH, bias_V = head_parameters(head)
     return HeadWeights(
         weight_VH=weight_VH,
         bias_V=bias_V,
