@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -173,29 +173,24 @@ class PlainForwardCheck:
         return float((plain_N - logps_T[steps]).abs().sum() / max(len(steps), 1))
 
 
+@dataclass
 class LogprobMismatchCheck:
     """Comparison of a few completions' log-probs under the trainer with those from the sampler.
 
     Checks the first generation, the second (after the first update, which detects missing weight syncs), and
     then every ``every`` generations.
 
-    Args:
-        computer: its head and precision are those of the compared log-probs.
-        accelerator: of the trainer; all ranks compare rows, and their sum decides.
-        action: "off", "warn" or "error".
-        every: generations between two checks; the first two generations are always checked.
+    computer: its head and precision are those of the compared log-probs.
+    accelerator: of the trainer; all ranks compare rows, and their sum decides.
+    action: "off", "warn" or "error".
+    every: generations between two checks; the first two generations are always checked.
     """
 
-    def __init__(
-        self,
-        computer: LogprobComputer,
-        accelerator: Accelerator,
-        action: str = "warn",
-        every: int = 20,
-    ) -> None:
-        self.computer, self.accelerator = computer, accelerator
-        self.action, self.every = action, every
-        self.generations = 0
+    computer: LogprobComputer
+    accelerator: Accelerator
+    action: str = "warn"
+    every: int = 20
+    generations: int = 0
 
     def check(
         self, model: nn.Module, batch: TokenBatch, fresh: Sequence[bool], *, truncation: float = 0.0
