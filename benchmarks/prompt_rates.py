@@ -53,7 +53,7 @@ def main() -> None:
             num_generations=group,
             prompt_filter={"min": 0.05, "max": 0.95, "again_after": 200},
         )
-    source = CurriculumPrompts(rows, lambda: PromptSampler(rows, config), RankSlice(group), config=config)
+    source = CurriculumPrompts(rows, lambda: PromptSampler(rows, config), RankSlice(group), config)
     seen = torch.rand(options.prompts)  # every prompt was sampled, half of them are outside the range
     source.rates = source.rates.updated(dict(enumerate((2 * seen - 0.5).clamp(0, 1).tolist())), 0)
     seconds: dict[str, list[float]] = {"take": [], "add_rewards": [], "snapshot": [], "restore": []}

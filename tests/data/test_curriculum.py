@@ -28,7 +28,7 @@ def source_of(*, curriculum=None, size=SIZE, seed=3, share=None, **given):
     rows = [{"prompt": f"w{i}", "row": i} for i in range(size)]
     share = share or RankSlice(GROUP)
     make = lambda: PromptSampler(rows, config)  # noqa: E731
-    return CurriculumPrompts(rows, make, share, config=config, curriculum=curriculum)
+    return CurriculumPrompts(rows, make, share, config, curriculum)
 
 
 def solve(source, count, step, solved):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.configs import config_of
 from support.runs import prompts, trainer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from groupwise import ConfigError, GRPOConfig, GRPOTrainer
+from groupwise import ConfigError, GRPOTrainer
 from groupwise.data.loaders import GenerationBatches
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource, RankSlice
 from groupwise.data.sampler import FirstRepeats, GroupSampler, PromptSampler
@@ -138,23 +139,27 @@ class Rows:
 
 
 def dataset_prompts(rows, rank=0, world_size=1, make_sampler=None, **given):
-    make = (lambda: repeated(make_sampler(), given)) if make_sampler else lambda: prompt_sampler(rows)
-    return DatasetPrompts(rows, make, RankSlice(2, rank, world_size), prompts_per_batch=3, **given)
+    config = batches(**given)
+    make = (lambda: repeated(make_sampler(), config)) if make_sampler else lambda: prompt_sampler(rows)
+    return DatasetPrompts(rows, make, RankSlice(2, rank, world_size), config)
 
 
-def repeated(sampler, given):
-    return FirstRepeats(sampler, **BATCHES, drop_last=given.get("drop_last", True))
+def repeated(sampler, config):
+    return FirstRepeats(sampler, config, drop_last=not config.dynamic_sampling)
 
 
-BATCHES = {"num_generations": 2, "prompts_per_batch": 3, "repeats": 4}
+def batches(**given):
+    """Settings of generation batches of 3 prompts, 2 generations and 4 micro-batches."""
+    sizes = {"generation_batch_size": 6, "steps_per_generation": 2, "num_iterations": 2}
+    return config_of(num_generations=2, seed=5, **sizes, **given)
 
 
 def prompt_sampler(rows):
-    return PromptSampler(rows, GRPOConfig(use_cpu=True, report_to="none", seed=5))
+    return PromptSampler(rows, batches())
 
 
 def group_sampler(rows, **given):
-    return GroupSampler(prompt_sampler(rows), **BATCHES, **given)
+    return GroupSampler(prompt_sampler(rows), batches(**given))
 
 
 class Rotating(Sampler):
@@ -209,23 +214,24 @@ def test_a_resumed_source_continues_in_a_later_epoch_and_reads_no_row_before(wor
     whole = dataset_prompts(Rows(11))
     epochs = [[row["row"] for row in whole.take(9)[::2]] for _ in range(3)]
     rows = Rows(11, unreadable=epochs[2][:6])
-    resumed = dataset_prompts(rows, num_workers=workers)
+    resumed = dataset_prompts(rows, dataloader_num_workers=workers)
     resumed.restore({"epoch": 2, "index": 6})
     assert [row["row"] for row in resumed.take(3)[::2]] == epochs[2][6:]
     assert sorted(rows.read) == ([] if workers else sorted(epochs[2][6:]))  # elsewhere by a worker
-    resumed = dataset_prompts(Rows(11), num_workers=workers)
+    resumed = dataset_prompts(Rows(11), dataloader_num_workers=workers)
     resumed.seek(2)
     resumed.take(3)
     resumed.seek(1)  # an epoch that the sampler is past
     assert [row["row"] for row in resumed.take(3)[::2]] == epochs[1][:3]
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_an_incomplete_batch_is_kept_for_dynamic_sampling_alone(drop_last):
-    for make_sampler in (lambda: Rotating(8), lambda: group_sampler(Rows(8), drop_last=drop_last)):
-        source = dataset_prompts(Rows(8), make_sampler=make_sampler, drop_last=drop_last)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_an_incomplete_batch_is_kept_for_dynamic_sampling_alone(dynamic):
+    given = {"dynamic_sampling": dynamic}
+    for make_sampler in (lambda: Rotating(8), lambda: group_sampler(Rows(8), **given)):
+        source = dataset_prompts(Rows(8), make_sampler=make_sampler, **given)
         for _ in range(2):
-            taken = [row["row"] for row in source.take(6 if drop_last else 8)[::2]]
+            taken = [row["row"] for row in source.take(8 if dynamic else 6)[::2]]
             assert len(set(taken)) == len(taken)  # an epoch
 
 
@@ -269,7 +275,9 @@ def test_a_rank_reads_only_the_rows_of_its_completions():
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_workers_read_the_rows_of_a_rank(world_size):
     for rank in range(world_size):
-        plain, workers = (dataset_prompts(Rows(11), rank, world_size, num_workers=n) for n in (0, 1))
+        plain, workers = (
+            dataset_prompts(Rows(11), rank, world_size, dataloader_num_workers=number) for number in (0, 1)
+        )
         for source in (plain, workers):
             source.take(3)
             snapshot = source.snapshot()  # inside the first epoch, which has 9 prompts
@@ -283,21 +291,19 @@ def test_workers_read_the_rows_of_a_rank(world_size):
 
 
 def test_a_batch_of_another_size_has_rows_that_a_worker_left_to_another_rank():
-    plain, workers = (dataset_prompts(Rows(9), 1, 2, num_workers=number) for number in (0, 1))
+    plain, workers = (dataset_prompts(Rows(9), 1, 2, dataloader_num_workers=number) for number in (0, 1))
     for size in (3, 4, 2, 1, 8):
         assert workers.take(size) == plain.take(size)
     assert workers.dataset.read
 
 
 def read_as_trl(source, window, left=0):
-    """Begin a window as ``groupwise.trl_hooks`` does; batches of 3 prompts, 2 generations and 4 repeats."""
-    batches = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_iterations": 2}
-    config = GRPOConfig(use_cpu=True, report_to="none", num_generations=2, **batches)
-    InputsBuffer(num_left=left).read_prompts(source, window, config)
+    """Begin a window as ``groupwise.trl_hooks`` does."""
+    InputsBuffer(num_left=left).read_prompts(source, window, batches())
 
 
 @pytest.mark.parametrize(
-    ("window", "left", "batches"),
+    ("window", "left", "ahead"),
     [
         (4, 0, 2),  # a window is a generation: the next one is read too
         (2, 0, 1),  # half of a generation
@@ -308,7 +314,7 @@ def read_as_trl(source, window, left=0):
         (6, 2, 2),
     ],
 )
-def test_a_sampler_is_read_one_micro_batch_further_than_the_window(window, left, batches):
+def test_a_sampler_is_read_one_micro_batch_further_than_the_window(window, left, ahead):
     class Noting(Rotating):
         def read_batch(self):
             read.append(1)
@@ -317,28 +323,27 @@ def test_a_sampler_is_read_one_micro_batch_further_than_the_window(window, left,
     source = dataset_prompts(Rows(12), make_sampler=lambda: Noting(12))
     source.take(3)  # the present generation
     read_as_trl(source, window, left)
-    assert len(read) - 1 == batches
+    assert len(read) - 1 == ahead
     assert [row["row"] for row in source.take(9)[::2]] == list(range(3, 12))
 
 
-@pytest.mark.parametrize(("prefetch_factor", "batches"), [(None, 2), (3, 3)])
-def test_a_worker_is_ahead_by_generation_batches(prefetch_factor, batches):
+@pytest.mark.parametrize(("prefetch_factor", "ahead"), [(None, 2), (3, 3)])
+def test_a_worker_is_ahead_by_generation_batches(prefetch_factor, ahead):
     class Noting(Rotating):
         def read_batch(self):
             read.append(1)
 
     read = []
-    source = dataset_prompts(
-        Rows(18), make_sampler=lambda: Noting(18), num_workers=1, prefetch_factor=prefetch_factor
-    )
-    source.take(3)
-    assert len(read) == 1 + batches
+    given = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": prefetch_factor}
+    dataset_prompts(Rows(18), make_sampler=lambda: Noting(18), **given).take(3)
+    assert len(read) == 1 + ahead
 
 
 def test_every_iteration_of_the_train_dataloader_is_an_epoch():
-    batches = GenerationBatches(lambda: PromptSource(letters, ONE), num_prompts=2, repeats=3, count=3)
-    assert list(batches) == [["0a", "0b"]] * 3
-    assert list(batches) == [["1a", "1b"]] * 3
+    config = config_of(num_generations=1, generation_batch_size=2, steps_per_generation=3)
+    items = GenerationBatches(lambda: PromptSource(letters, ONE), config, count=3)
+    assert list(items) == [["0a", "0b"]] * 3
+    assert list(items) == [["1a", "1b"]] * 3
 
 
 def test_an_epoch_is_not_read_before_its_first_window():

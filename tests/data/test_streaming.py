@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from support.configs import config_of
 from support.resume_runs import make_trainer
 from support.resume_runs import prompts as lettered
 from support.runs import WORDS, chats, policy, prompts, tokenizer, trainer
@@ -79,14 +80,8 @@ def test_a_stream_is_shuffled_by_its_own_buffer(tmp_path):
 
 def test_every_epoch_of_a_stream_has_a_different_order():
     def passes(workers):
-        source = StreamPrompts(
-            stream(prompts(8)),
-            RankSlice(1),
-            check=lambda row, index: None,
-            shuffle=True,
-            seed=0,
-            num_workers=workers,
-        )
+        config = config_of(seed=0, dataloader_num_workers=workers)
+        source = StreamPrompts(stream(prompts(8)), RankSlice(1), lambda row, index: None, config)
         numbers = [row["row"] for row in source.take(24)]
         return [numbers[start : start + 8] for start in (0, 8, 16)]
 
@@ -108,9 +103,8 @@ def test_rows_of_a_stream_are_checked_with_their_numbers():
     source = StreamPrompts(
         Counting(),
         RankSlice(1),
-        check=lambda row, index: seen.append((row["row"], index)),
-        shuffle=False,
-        seed=0,
+        lambda row, index: seen.append((row["row"], index)),
+        config_of(shuffle_dataset=False),
     )
     source.take(3)
     assert seen == [(0, 0), (1, 1), (2, 2)]

@@ -102,7 +102,7 @@ DATA = [
         ("number in own and (epoch", "(epoch"),
         (" and (epoch, place + number) >= self._resumed_at", ""),
         ("            place += len(batch)\n", ""),
-        ("if self.drop_last and len(batch)", "if len(batch)"),
+        ("if len(batch) < size and not self.config.dynamic_sampling:", "if len(batch) < size:"),
         ("self._read_in_epoch(missing) if same_epoch else self._read(missing)", "self._read(missing)"),
     ),
     *_streaming(
@@ -115,7 +115,7 @@ DATA = [
     ),
     *_streaming(
         ("            self.dataset.set_epoch(epoch)\n", "            pass\n"),
-        ("_shuffled(dataset, seed) if shuffle else dataset", "dataset"),
+        ("_shuffled(dataset, data_seed(config)) if config.shuffle_dataset else dataset", "dataset"),
         ("min(num_workers, 1)", "num_workers"),
         ("        hide_dataloader_worker()\n", ""),
         ("        check(row, index)\n", "        check(row, 0)\n"),
@@ -138,7 +138,7 @@ DATA = [
     *edits_of(
         "data/loaders.py",
         ("self.source.seek(self.epoch)", "self.source.seek(0)", PROMPTS),
-        ("if number % self.repeats == 0:", "if True:", PROMPTS),
+        ("if number % self.config.micro_batches_per_generation == 0:", "if True:", PROMPTS),
     ),
     *_rebalancing(
         ("(advantages_BX != 0) & counts_BT", "(advantages_BX != 0)"),

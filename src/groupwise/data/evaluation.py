@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate.state import GradientState
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.prompt_checks import PromptCheck
 from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError
@@ -39,43 +40,31 @@ class EvaluationStream:
 
     Args:
         check: called with every row and its number.
-        batch_size: completions of all ranks; a multiple of G.
-        max_rows: rows read at most; None: to the end of the stream.
-        drop_last: drop an incomplete last batch.
-        num_workers: more than 0: one process reads ahead.
+        config: settings of the run; G divides the completions of a batch. With ``dataloader_num_workers``,
+            one process reads ahead.
 
     Attributes:
         num_samples: completions of all ranks that were read in the newest pass, padding excluded.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        share: RankSlice,
-        *,
-        check: PromptCheck,
-        batch_size: int,
-        max_rows: int | None = None,
-        drop_last: bool = False,
-        num_workers: int = 0,
-    ) -> None:
-        self.stream, self.share, self.check = dataset, share, check
-        self.batch_size, self.max_rows = batch_size, max_rows
-        self.drop_last, self.num_workers = drop_last, num_workers
+    def __init__(self, dataset: Any, check: PromptCheck, config: GRPOConfig) -> None:
+        self.dataset, self.check, self.config = dataset, check, config
         self.num_samples = 0
 
     def __iter__(self) -> Iterator[EvaluationRows]:
         from groupwise.data.sources import read_stream
 
-        share, group, self.num_samples = self.share, self.share.num_generations, 0
-        stream = read_stream(self.stream, self.check, self.num_workers, self.max_rows)
-        size = self.batch_size // group  # prompts of a batch
+        config, group, self.num_samples = self.config, self.config.generations_per_eval_prompt, 0
+        share = RankSlice(group, config.process_index, config.world_size)
+        workers, limit = config.dataloader_num_workers, config.eval_max_samples
+        stream = read_stream(self.dataset, self.check, workers, limit)
+        size = config.eval_batch_size * config.world_size // group  # prompts of a batch
         first: list[Row] = []
         while prompts := broadcast_from_first(
             lambda: list(islice(stream, size)), share.rank == 0, share.world_size
         ):
             is_last, num_valid = len(prompts) < size, len(prompts) * group
-            if is_last and self.drop_last:
+            if is_last and config.dataloader_drop_last:
                 return
             first = first or list(prompts)
             if share.world_size > 1:  # every rank gets as many rows
@@ -91,8 +80,8 @@ class EvaluationStream:
             )
 
     def _count(self, samples: int) -> None:
-        limit = _MANY_ROWS * self.share.num_generations
-        if self.max_rows is None and self.num_samples < limit <= self.num_samples + samples:
+        limit = _MANY_ROWS * self.config.generations_per_eval_prompt
+        if self.config.eval_max_samples is None and self.num_samples < limit <= self.num_samples + samples:
             logger.warning(
                 "%s has given %d rows and is read to its end; eval_max_samples limits an evaluation",
                 self.check.name,

@@ -29,7 +29,6 @@ from groupwise.data.sampler import (
     PromptSampler,
     as_rows,
     checked_eval_sampler,
-    data_seed,
 )
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError, warn_once
@@ -52,16 +51,12 @@ class GenerationBatches(Dataset[Row]):
 
     Args:
         make_source: returns the source of the rows, at its beginning.
-        num_prompts: prompts of a generation batch.
-        repeats: micro-batches that are trained on it.
+        config: settings of the run.
         count: micro-batches of an epoch.
     """
 
-    def __init__(
-        self, make_source: Callable[[], PromptSource], *, num_prompts: int, repeats: int, count: int
-    ) -> None:
-        self.make_source = make_source
-        self.num_prompts, self.repeats, self.count = num_prompts, repeats, count
+    def __init__(self, make_source: Callable[[], PromptSource], config: GRPOConfig, count: int) -> None:
+        self.make_source, self.config, self.count = make_source, config, count
         self.source: PromptSource | None = None
         self.epoch = 0
 
@@ -77,8 +72,8 @@ class GenerationBatches(Dataset[Row]):
         self.epoch += 1
         rows: list[Row] = []
         for number in range(self.count):
-            if number % self.repeats == 0:
-                rows = self.source.take(self.num_prompts)
+            if number % self.config.micro_batches_per_generation == 0:
+                rows = self.source.take(self.config.prompts_per_batch)
                 self.source.snapshot()
             yield rows
 
@@ -105,17 +100,7 @@ class TrainerData:
 
     def group_sampler(self, dataset: Any) -> GroupSampler:
         """Build the sampler of an indexed dataset in TRL's order, for subclasses: the run reads prompts."""
-        drop_last = not self.config.dynamic_sampling
-        return GroupSampler(PromptSampler(dataset, self.config), **self._batches(), drop_last=drop_last)
-
-    def _batches(self) -> dict[str, Any]:
-        """Return the arguments that describe a generation batch in TRL's order."""
-        config = self.config
-        return {
-            "num_generations": config.num_generations,
-            "prompts_per_batch": config.prompts_per_batch,
-            "repeats": config.micro_batches_per_generation,
-        }
+        return GroupSampler(PromptSampler(dataset, self.config), self.config)
 
     def evaluation_rows(self, dataset: Any, name: str) -> Dataset[Row] | EvaluationStream:
         """Repeat every row ``num_generations_eval`` times in a row, so that batches contain whole groups.
@@ -150,15 +135,7 @@ class TrainerData:
                 "(per_device_eval_batch_size times the number of processes)"
             )
         if is_streaming(rows):
-            return EvaluationStream(
-                rows,
-                RankSlice(group, config.process_index, config.world_size),
-                check=check,
-                batch_size=size,
-                max_rows=config.eval_max_samples,
-                drop_last=config.dataloader_drop_last,
-                num_workers=config.dataloader_num_workers,
-            )
+            return EvaluationStream(rows, check, config)
         indices = range(len(rows))[: config.eval_max_samples]
         return Subset(rows, [index for index in indices for _ in range(group)])
 
@@ -176,12 +153,8 @@ class TrainerData:
         else:  # of an epoch on each rank
             rows_per_batch = config.prompts_per_batch * config.num_generations
             count = len(make_sampler()) // (rows_per_batch * repeats) * repeats
-        batches = GenerationBatches(
-            partial(self.prompt_source, self.train_dataset, make_sampler),
-            num_prompts=config.prompts_per_batch,
-            repeats=repeats,
-            count=count,
-        )
+        make_source = partial(self.prompt_source, self.train_dataset, make_sampler)
+        batches = GenerationBatches(make_source, config, count)
         return DataLoader(batches, batch_sampler=batches, collate_fn=as_rows, generator=generator)  # type: ignore[arg-type]
 
     def prompt_source(
@@ -224,35 +197,18 @@ class TrainerData:
         if is_streaming(self.rows):
             from groupwise.data.sources import StreamPrompts
 
-            return StreamPrompts(
-                self.rows,
-                share,
-                check=self.make_check("train_dataset"),
-                shuffle=config.shuffle_dataset,
-                seed=data_seed(config),
-                num_workers=config.dataloader_num_workers,
-            )
+            return StreamPrompts(self.rows, share, self.make_check("train_dataset"), config)
 
         def make_prompt_sampler() -> Any:
             sampler = make_sampler()
             own, drop = type(sampler) is GroupSampler, not (config.dynamic_sampling or chooses)
-            return sampler.prompts if own else FirstRepeats(sampler, **self._batches(), drop_last=drop)
+            return sampler.prompts if own else FirstRepeats(sampler, config, drop_last=drop)
 
         if chooses:
             from groupwise.data.sources import CurriculumPrompts
 
-            return CurriculumPrompts(
-                self.rows, make_prompt_sampler, share, config=config, curriculum=curriculum
-            )
-        return DatasetPrompts(
-            self.rows,
-            make_prompt_sampler,
-            share,
-            prompts_per_batch=config.prompts_per_batch,
-            drop_last=not config.dynamic_sampling,
-            num_workers=config.dataloader_num_workers,
-            prefetch_factor=config.dataloader_prefetch_factor,
-        )
+            return CurriculumPrompts(self.rows, make_prompt_sampler, share, config, curriculum)
+        return DatasetPrompts(self.rows, make_prompt_sampler, share, config)
 
 
 def prepare_data(

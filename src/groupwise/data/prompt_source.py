@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.metrics import Metrics
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError
@@ -169,10 +170,9 @@ class DatasetPrompts(PromptSource):
     Args:
         make_sampler: returns a sampler of the indices of the prompts. One with ``set_epoch`` is set to each
             epoch; of any other, every iteration is the next epoch.
-        prompts_per_batch: P of a generation batch.
-        drop_last: drop the incomplete last generation batch of an epoch.
-        num_workers: processes that read rows ahead; 0 reads them when they are taken.
-        prefetch_factor: generation batches that each worker is ahead.
+        config: settings of the run. ``dataloader_num_workers`` processes read rows ahead; with 0 they are
+            read when they are taken. ``dynamic_sampling`` keeps the incomplete last generation batch of an
+            epoch.
     """
 
     def __init__(
@@ -180,16 +180,10 @@ class DatasetPrompts(PromptSource):
         dataset: Any,
         make_sampler: Callable[[], Sampler[int]],
         share: RankSlice,
-        *,
-        prompts_per_batch: int,
-        drop_last: bool = True,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
+        config: GRPOConfig,
     ) -> None:
         super().__init__(self._read_epoch, share)
-        self.dataset, self.make_sampler = dataset, make_sampler
-        self.prompts_per_batch, self.drop_last = prompts_per_batch, drop_last
-        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
+        self.dataset, self.make_sampler, self.config = dataset, make_sampler, config
         self._sampler: Any = None  # made when it is read: a subclass may keep the newest that it made
         self._next_epoch = 0  # of a sampler without set_epoch
         self._resumed_at = (0, 0)
@@ -202,13 +196,13 @@ class DatasetPrompts(PromptSource):
     def _read_epoch(self, epoch: int) -> Iterator[tuple[int, Row | None]]:
         """Return the prompts of an epoch: index, and the row if a worker reads it."""
         batches = self._generation_batches(epoch)
-        if self.num_workers == 0:
+        if self.config.dataloader_num_workers == 0:
             return ((index, None) for batch in batches for index, _ in batch)
         loader = DataLoader(
             _OwnRows(self.dataset),
             batch_sampler=batches,  # type: ignore[arg-type]
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
+            num_workers=self.config.dataloader_num_workers,
+            prefetch_factor=self.config.dataloader_prefetch_factor,  # generation batches
             collate_fn=identity,
             generator=torch.Generator(),  # starting workers must not draw from the RNG that samples
         )
@@ -216,9 +210,9 @@ class DatasetPrompts(PromptSource):
 
     def _generation_batches(self, epoch: int) -> Iterator[list[tuple[int, bool]]]:
         """Yield the indices of each generation batch, True for those whose row this rank reads."""
-        indices, place = iter(self._sampler_of(epoch)), 0
-        while batch := list(islice(indices, self.prompts_per_batch)):
-            if self.drop_last and len(batch) < self.prompts_per_batch:
+        indices, place, size = iter(self._sampler_of(epoch)), 0, self.config.prompts_per_batch
+        while batch := list(islice(indices, size)):
+            if len(batch) < size and not self.config.dynamic_sampling:
                 return
             own = self.share.prompts(len(batch))
             yield [

@@ -38,27 +38,21 @@ class GroupSampler(Sampler[int]):
     """Indices of completions in the order of TRL's repeat sampler, for subclasses that change the order.
 
     A generation batch has ``prompts_per_batch`` prompts, each ``num_generations`` times in a row, and is
-    repeated ``repeats`` times, once per micro-batch that is trained on it. Every iteration is an epoch.
+    repeated ``repeats`` times, once per micro-batch that is trained on it. Every iteration is an epoch. An
+    incomplete last generation batch is dropped, except for dynamic sampling.
 
     Args:
         prompts: order of the prompts, which a subclass may replace.
-        drop_last: drop an incomplete last generation batch.
+        config: settings of the run.
 
     Example: prompts 0 and 1, G = 2, one prompt per batch, 2 repeats: ``0 0 0 0 1 1 1 1``.
     """
 
-    def __init__(
-        self,
-        prompts: Any,
-        *,
-        num_generations: int,
-        prompts_per_batch: int,
-        repeats: int,
-        drop_last: bool = True,
-    ) -> None:
-        self.num_yielded = len(prompts) - (len(prompts) % prompts_per_batch if drop_last else 0)
-        self.prompts, self.num_generations = prompts, num_generations
-        self.prompts_per_batch, self.repeats = prompts_per_batch, repeats
+    def __init__(self, prompts: Any, config: GRPOConfig) -> None:
+        self.prompts, self.num_generations = prompts, config.num_generations
+        self.prompts_per_batch, self.repeats = config.prompts_per_batch, config.micro_batches_per_generation
+        incomplete = len(prompts) % self.prompts_per_batch
+        self.num_yielded = len(prompts) - (0 if config.dynamic_sampling else incomplete)
 
     def __iter__(self) -> Iterator[int]:
         order = list(self.prompts)[: self.num_yielded]
@@ -76,17 +70,17 @@ class FirstRepeats(Sampler[int]):
 
     Args:
         sampler: of a subclass; its indices are read when their generation batch is.
+        config: settings of the run.
         drop_last: drop an incomplete last generation batch.
 
     Raises:
         ConfigError: while it is iterated, if the indices of a generation batch are not groups.
     """
 
-    def __init__(
-        self, sampler: Any, *, num_generations: int, prompts_per_batch: int, repeats: int, drop_last: bool
-    ) -> None:
-        self.sampler, self.num_generations, self.repeats = sampler, num_generations, repeats
-        self.num_rows, self.drop_last = prompts_per_batch * num_generations, drop_last
+    def __init__(self, sampler: Any, config: GRPOConfig, *, drop_last: bool) -> None:
+        self.sampler, self.drop_last = sampler, drop_last
+        self.num_generations, self.repeats = config.num_generations, config.micro_batches_per_generation
+        self.num_rows = config.prompts_per_batch * config.num_generations
         if hasattr(sampler, "set_epoch"):
             self.set_epoch = sampler.set_epoch
 

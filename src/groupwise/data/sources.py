@@ -36,22 +36,16 @@ class StreamPrompts(PromptSource):
 
     Args:
         check: called with every row and its number in the epoch.
-        num_workers: more than 0: one process reads ahead. Several would change the order.
+        config: settings of the run. With ``dataloader_num_workers``, one process reads ahead; several would
+            change the order.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        share: RankSlice,
-        *,
-        check: Callable[[Row, int], None],
-        shuffle: bool,
-        seed: int,
-        num_workers: int = 0,
+        self, dataset: Any, share: RankSlice, check: Callable[[Row, int], None], config: GRPOConfig
     ) -> None:
         super().__init__(self._read_stream, share)
-        self.check, self.num_workers = check, num_workers
-        self.dataset = _shuffled(dataset, seed) if shuffle else dataset
+        self.check, self.num_workers = check, config.dataloader_num_workers
+        self.dataset = _shuffled(dataset, data_seed(config)) if config.shuffle_dataset else dataset
 
     def _read(self, count: int) -> list[tuple[tuple[int, int], Any]]:
         return broadcast_from_first(
@@ -136,7 +130,6 @@ class CurriculumPrompts(DatasetPrompts):
     same prompts. Positions count skipped prompts.
 
     Args:
-        config: settings of the run.
         curriculum: called before each take; None: ``prompt_filter`` alone.
     """
 
@@ -145,12 +138,11 @@ class CurriculumPrompts(DatasetPrompts):
         dataset: Any,
         make_sampler: Callable[[], Any],
         share: RankSlice,
-        *,
         config: GRPOConfig,
         curriculum: Curriculum | None = None,
     ) -> None:
-        super().__init__(dataset, make_sampler, share, prompts_per_batch=config.prompts_per_batch)
-        self.config, self.curriculum = config, curriculum
+        super().__init__(dataset, make_sampler, share, config)
+        self.curriculum = curriculum
         self.filter = cast("dict[str, Any]", config.prompt_filter or {})
         self.rates, self.step = PromptRates.unseen(len(dataset)), 0
         self._weights_N = torch.ones(len(dataset), dtype=torch.float64)
