@@ -165,7 +165,7 @@ CORE = [
         ("(logps_BT - old_logps_BT).masked_fill(off_BT, 0.0)", "(logps_BT - old_logps_BT)", GARBAGE),
         ("        logps_BT=logps_BT.masked_fill(off_BT, 0.0)", "        logps_BT=logps_BT", GARBAGE),
         ("ref_BT.masked_fill(off_BT, 0.0)", "ref_BT", GARBAGE),
-        ("= _log_correction(correction_BX, off_BT)", "= correction_BX.log()", GARBAGE),
+        ("if log_correction_BX.shape == off_BT.shape:", "if False:", GARBAGE),
         (
             "correction_BX is not None and not objective.applies_sampler_correction",
             "correction_BX is not None",

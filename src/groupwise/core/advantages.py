@@ -282,19 +282,19 @@ def process_advantages(
         values = torch.tensor([reward for steps in group for _, reward in steps], dtype=torch.float64)
         if len(values.unique()) < 2:  # no step, or equal ones
             continue
-        divisor = 1.0 if scale == "none" else nan_std(batch if scale == "batch" else values, 0).item()
-        divisor += STD_EPSILON * (scale != "none")
+        spread = nan_std(batch if scale == "batch" else values, 0).item()
+        divisor = 1.0 if scale == "none" else spread + STD_EPSILON
         for row, steps in enumerate(group, start):
             others = [r for other, each in enumerate(group, start) if other != row for _, r in each]
+            if leave_out and not others:  # its steps have no baseline
+                continue
+            mean = sum(others) / len(others) if leave_out else values.mean().item()
             spans = turns[row] if turns else ()
             numbers_T = torch.full((num_tokens,), len(spans))  # of the turn of each token; 0 without turns
             # A token in the spans of two turns, of a repeated request, is trained in the earlier one.
             for number, (first, stop) in reversed([*enumerate(spans)]):
                 numbers_T[first:stop] = number
             for end, reward in steps:
-                mean = values.mean().item()
-                if leave_out:
-                    mean = sum(others) / len(others) if others else reward
                 # Every token up to the end of the step led to its reward.
                 credited_T = (numbers_T == numbers_T[end]) & (tokens_T <= end)
                 if not own_turn:

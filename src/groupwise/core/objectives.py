@@ -34,7 +34,6 @@ Diagnostics = Callable[[SurrogateInputs, Any], Metrics]
 class Objective:
     """Entry of ``OBJECTIVES``; see :func:`register_objective` for the fields."""
 
-    name: str
     surrogate: Surrogate
     normalizer: str
     settings: type | None = None
@@ -147,7 +146,10 @@ def _surrogate_inputs(
         sampler_BT = torch.where(sampler_BT.isfinite(), sampler_BT, old_logps_BT).masked_fill(off_BT, 0.0)
     log_correction_BX = None
     if correction_BX is not None and OBJECTIVES[settings.loss_type].applies_sampler_correction:
-        log_correction_BX = _log_correction(correction_BX, off_BT)
+        log_correction_BX = correction_BX.log()  # -inf where the mask modes drop a factor
+        if log_correction_BX.shape == off_BT.shape:
+            # Bounds that exclude 1 give a padded token a factor other than 1, whose log a sum would contain.
+            log_correction_BX = log_correction_BX.masked_fill(off_BT, 0.0)
     return SurrogateInputs(
         logps_BT=logps_BT.masked_fill(off_BT, 0.0),
         old_logps_BT=old_logps_BT.masked_fill(off_BT, 0.0),
@@ -200,13 +202,6 @@ def correction(
     metrics[f"{name}/min"] = Min(correction_BX.masked_fill(absent_BX, torch.inf).min())
     metrics[f"{name}/max"] = Max(correction_BX.masked_fill(absent_BX, -torch.inf).max())
     return correction_BX, metrics
-
-
-def _log_correction(correction_BX: torch.Tensor, off_BT: torch.Tensor) -> torch.Tensor:
-    # Bounds that exclude 1 give a padded token a factor other than 1, and its log would enter a sum over
-    # tokens.
-    log_BX = correction_BX.log()  # -inf where the mask modes drop a factor
-    return log_BX if log_BX.shape != off_BT.shape else log_BX.masked_fill(off_BT, 0.0)
 
 
 def clip_metrics(inputs: SurrogateInputs, settings: SurrogateSettings) -> Metrics:
@@ -275,7 +270,6 @@ def register_objective(
     """
     NORMALIZERS[normalizer]  # an unknown name fails here, not in the first step
     objective = Objective(
-        name,
         surrogate,
         normalizer,
         settings,
