@@ -10,7 +10,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.state import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from groupwise.compat.torch import process_group_store
@@ -80,14 +79,20 @@ def largest(accelerator: Accelerator, value: int) -> int:
 
 
 def gather_or_raise(value: T, failure: Exception | None) -> list[T]:
-    """Gather a value of every rank, or raise the error of a rank on every rank. A collective."""
+    """Gather a value of every rank, or raise the error of a rank on every rank, on others with its number.
+
+    A collective. Ranks that did not know of the error would wait for the failed one until the time limit of
+    the process group, and then report a closed connection.
+    """
     sent = failure
     if failure is not None and not isinstance(failure, (GroupwiseError, OSError)):  # may not be picklable
-        sent = TrainingError(f"rank {PartialState().process_index}: {failure!r}")
+        sent = TrainingError(repr(failure))
     outcomes = gather_object([(value, sent)])
-    for raised in [failure, *(error for _, error in outcomes)]:
-        if raised is not None:
-            raise raised
+    if failure is not None:
+        raise failure
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            raise type(error)(f"rank {rank}: {error}")
     return [gathered for gathered, _ in outcomes]
 
 

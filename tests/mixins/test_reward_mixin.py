@@ -12,7 +12,6 @@ from support.fakes.mixin_hosts import Ranks, host
 from groupwise.core.advantages import AdvantageSettings, normalized_advantages
 from groupwise.errors import RewardError, TrainingError
 from groupwise.mixins import RewardMixin
-from groupwise.mixins import reward as reward_module
 from groupwise.random_state import RandomState
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards
@@ -57,9 +56,10 @@ def other_rank(monkeypatch):
     other = []
 
     def gathered(own):
-        return [*own, *(each if isinstance(each, str) else (*each, *own[0][len(each) :]) for each in other)]
+        parts = [(None, e) if isinstance(e, Exception) else ((*e, *own[0][0][len(e) :]), None) for e in other]
+        return [*own, *parts]
 
-    monkeypatch.setattr(reward_module, "gather_object", gathered)
+    monkeypatch.setattr("groupwise.distributed.gather_object", gathered)
     return other
 
 
@@ -133,7 +133,7 @@ def test_numbers_on_one_rank_and_steps_on_another_are_refused(other_rank):
 
 
 def test_an_error_of_another_rank_is_raised_here_too_and_the_own_one_unchanged(other_rank):
-    other_rank.append("reward function 'theirs' raised KeyError: 'answer'")
+    other_rank.append(RewardError("reward function 'theirs' raised KeyError: 'answer'"))
     with pytest.raises(RewardError, match=r"^rank 1: reward function 'theirs' raised KeyError: 'answer'$"):
         mixin([length]).compute_rewards(rollouts())
     with pytest.raises(RewardError, match=r"^reward function '.*' returned 0 rewards for 2 completions"):

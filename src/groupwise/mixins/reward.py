@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import nn
 from transformers import TrainerState
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.core.advantages import (
-    with_small_groups,
-)
+from groupwise.core.advantages import with_small_groups
 from groupwise.core.metrics import Mean, Metrics, Reduction, Sum, merge_metrics
 from groupwise.data.dataset_checks import SOURCE
-from groupwise.distributed import check_groups, rows_of_rank
+from groupwise.distributed import check_groups, gather_or_raise, rows_of_rank
 from groupwise.errors import RewardError, warn_once
 from groupwise.random_state import RandomState
 from groupwise.records import RewardBatch, RolloutBatch, Row
@@ -191,8 +189,7 @@ class RewardMixin:
         """Gather all ranks' rewards in rank order: outcome rewards as a matrix, step rewards by column.
 
         Args:
-            failure: error of this rank. It is raised on all ranks, which would otherwise wait for rewards
-                until the time limit of the process group, and then report a closed connection.
+            failure: error of this rank, raised on all ranks.
         """
         width = max(len(completion.token_ids) for completion in rollouts.completions)
         # Objects, not tensors: an outcome reward is a number, step rewards are a list of (index of the step's
@@ -207,20 +204,16 @@ class RewardMixin:
             completion.turn_spans if any(isinstance(rewards_B[row], list) for rewards_B in rewards_FB) else ()
             for row, completion in enumerate(rollouts.completions)
         ]
-        part = (rewards_FB, width, digests_B2, turns_B)
-        gathered = gather_object([part if failure is None else str(failure)])
-        if failure is not None:
-            raise failure
-        failed = [f"rank {rank}: {part}" for rank, part in enumerate(gathered) if isinstance(part, str)]
-        if failed:
-            raise RewardError("; ".join(failed))
-        digests_N2 = [pair for _, _, part, _ in gathered for pair in part][: rollouts.num_valid]
-        turns_N = [turns for *_, part in gathered for turns in part][: rollouts.num_valid]
-        check_groups(digests_N2, rollouts.num_generations, len(rollouts))
-        columns = [  # F columns of N rewards: per function those of rank 0, then of rank 1, without padding
-            [reward for part, *_ in gathered for reward in part[i]][: rollouts.num_valid]
-            for i in range(len(rewards_FB))
-        ]
+        gathered = gather_or_raise((rewards_FB, width, digests_B2, turns_B), failure)
+        rewards, widths, digests, turns = zip(*gathered, strict=True)  # of each rank
+
+        def joined(of_ranks: Iterable[list[Any]]) -> list[Any]:
+            """Return the entries of rank 0, then of rank 1, without those of padding."""
+            return list(chain.from_iterable(of_ranks))[: rollouts.num_valid]
+
+        check_groups(joined(digests), rollouts.num_generations, len(rollouts))
+        columns = [joined(of_ranks) for of_ranks in zip(*rewards, strict=True)]  # F columns of N rewards
+        turns_N = joined(turns)
         stepwise = [i for i, c in enumerate(columns) if any(isinstance(reward, list) for reward in c)]
         for i in stepwise:  # checked on every rank: numbers would be ignored
             if any(isinstance(reward, float) and not math.isnan(reward) for reward in columns[i]):
@@ -243,7 +236,7 @@ class RewardMixin:
             weights_F=self.reward_weights,
             num_generations=rollouts.num_generations,
             step_rewards={i: [r if isinstance(r, list) else [] for r in columns[i]] for i in stepwise},
-            num_tokens=max(width for _, width, *_ in gathered),  # T of the longest completion of all ranks
+            num_tokens=max(widths),  # T of the longest completion of all ranks
             turns=turns_N if any(turns_N) else (),
         )
 
