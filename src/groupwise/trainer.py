@@ -203,10 +203,10 @@ class GRPOTrainer(
             agents.reward_funcs,
             multi_turn=agents.is_multi_turn,
         )
-        if rollout_func is None and rewards_read_rows(self):
+        if rewards_read_rows(self):
             datasets = args.eval_max_samples, train_dataset, eval_dataset
             for functions, columns in scored_columns(reward_funcs, reward_sources, *datasets):
-                if not agents.is_multi_turn:  # whose rollouts add columns
+                if rollout_func is None and not agents.is_multi_turn:  # their rollouts add columns
                     check_columns(functions, columns)
         self.curriculum = curriculum
         check_curriculum(args, curriculum, train_dataset, reward_names(reward_funcs))

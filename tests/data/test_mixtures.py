@@ -149,6 +149,18 @@ def test_an_evaluation_set_that_rewards_by_source_cannot_score_is_named(tmp_path
         )
 
 
+def test_rewards_by_source_read_the_source_of_the_dataset_with_a_rollout_func_too(tmp_path):
+    with pytest.raises(ConfigError, match="eval_dataset has no column 'source'"):
+        trainer(
+            tmp_path,
+            {"maths": [solved], "code": [passed]},
+            train_dataset=MIXTURE,
+            eval_dataset=rows("answer", 4),
+            rollout_func=lambda prompts, trainer: {"source": ["maths"] * len(prompts)},
+            kind=NeverLoads,
+        )
+
+
 class NeverLoads(GRPOTrainer):
     """A trainer whose checks have to end the construction."""
 
