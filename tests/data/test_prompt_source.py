@@ -37,16 +37,27 @@ def test_epochs_follow_each_other():
     assert source.snapshot() == {"epoch": 3, "index": 1}
 
 
-def test_every_completion_has_a_row_of_its_own():
-    source = PromptSource(lambda epoch: [{"items": [1, 2], "more": {"a": [3]}}], RankSlice(num_generations=2))
+def made_row():
+    return {"items": [1, 2], "more": {"a": [3]}}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PromptSource(lambda epoch: [made_row()], RankSlice(num_generations=2)),
+        LoaderPrompts(lambda: [[made_row()] * 2], ONE, repeats=1),
+    ],
+    ids=["prompts", "loader"],
+)
+def test_every_completion_has_a_row_of_its_own(source):
     start = source.snapshot()
     for row in source.take(1):
-        assert row == {"items": [1, 2], "more": {"a": [3]}}
+        assert row == made_row()
         row["items"].clear()
         row["more"]["a"].clear()
         row["new"] = True
     source.restore(start)
-    assert source.take(1) == [{"items": [1, 2], "more": {"a": [3]}}] * 2
+    assert source.take(1) == [made_row()] * 2
 
 
 def test_a_source_continues_from_every_state():

@@ -23,7 +23,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.core.advantages import total_rewards
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource, identity
-from groupwise.data.sampler import data_seed
+from groupwise.data.sampler import as_rows, data_seed
 from groupwise.distributed import RankSlice, broadcast_from_first
 from groupwise.errors import ConfigError, boundary
 from groupwise.records import GroupRewards, Row
@@ -82,7 +82,7 @@ class LoaderPrompts(PromptSource):
         return super().upcoming(num_batches, 1, first)
 
     def _rows(self, prompts: Sequence[Any]) -> list[Row]:
-        return list(prompts[0])
+        return as_rows(prompts[0])
 
 
 @dataclass(frozen=True)
