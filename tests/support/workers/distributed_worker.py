@@ -334,6 +334,7 @@ def update(output_dir: str | Path, *, rows: int, micro_batches: int, **case: Any
         reward_funcs=rewards,
         reward_processing_classes=tokenizer() if is_process else None,
         train_dataset=rows_of_data,
+        eval_dataset=None,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,
@@ -490,11 +491,11 @@ def main(mode: str, output_dir: Path, *arguments: str) -> None:
         trainer.train()
         _leave(output_dir, "whole", trainer)
         (output_dir / f"seen_{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
-        metrics = evaluate(output_dir / "evaluation", rows=3)
-        (output_dir / "evaluation.json").write_text(json.dumps(metrics))
         streamed = {"eval_dataset": StreamOfFirstProcess(), "eval_max_samples": 5}
-        metrics = evaluate(output_dir / "evaluation of a stream", rows=3, **streamed)
-        (output_dir / "evaluation_of_stream.json").write_text(json.dumps(metrics))
+        for name, given in {"evaluation": {}, "evaluation_of_stream": streamed}.items():
+            metrics = evaluate(output_dir / name, rows=3, **given)
+            if torch.distributed.get_rank() == 0:
+                (output_dir / f"{name}.json").write_text(json.dumps(metrics))
         failing = make_trainer(
             output_dir / "failing",
             reward_funcs=fails_on_second,
