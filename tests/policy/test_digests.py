@@ -219,7 +219,7 @@ def test_rows_of_a_repacked_matrix_on_two_workers_add_up():
     def report(worker: int, kernel: torch.Tensor) -> dict:
         made = DigestReport({"a": [6, 40]})
         place = Place("a", (3, 40), (40, 1), 0, (40, 1), 120 * worker)
-        made.add_repacked([place], (3, 40), kernel.dtype, lambda: kernel, digests.row_digests(kernel))
+        made.add_repacked([place], 40, kernel.dtype, lambda: kernel, digests.row_digests(kernel))
         return made.result()
 
     compare_reports({"a": matrix}, [report(worker, matrix[3 * worker :][:3]) for worker in range(2)])

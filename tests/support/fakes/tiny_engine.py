@@ -138,7 +138,7 @@ class TinyEngine:
             if name in self.kernels:
                 packed, rows_N = self.kernels[name]
                 read = lambda packed=packed: packed.T  # noqa: E731
-                report.add_repacked(own, places.shapes[name], packed.dtype, read, rows_N)
+                report.add_repacked(own, places.shapes[name][1], packed.dtype, read, rows_N)
         return report.result()
 
     def _whole(self) -> dict[str, torch.Tensor]:

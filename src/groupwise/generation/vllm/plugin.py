@@ -91,7 +91,7 @@ def weight_report(worker: Any, shapes: Mapping[str, Sequence[int]]) -> list[dict
                 if kernel is not None:
                     rows_N = getattr(kernel, "row_digests", None)
                     read = partial(vllm_weights.read_kernel, module, kernel, shape[1])
-                    report.add_repacked(own, (shape[0], shape[1]), parameter.dtype, read, rows_N)
+                    report.add_repacked(own, shape[1], parameter.dtype, read, rows_N)
     return _kept(worker, [report.result()])
 
 

@@ -7,7 +7,6 @@ and every copy is recorded.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -142,7 +141,7 @@ class DigestReport:
         self.shapes = shapes
         self.opaque: set[str] = set()
         self.empty: list[str] = []
-        self._tensors: dict[str, list[tuple[torch.Tensor, int, str]]] = defaultdict(list)
+        self._tensors: dict[str, tuple[Any, int, str]] = {}  # digest, number of elements, dtype
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a whole tensor; it may have further rows and columns of zeros."""
@@ -164,19 +163,19 @@ class DigestReport:
     def add_repacked(
         self,
         places: Sequence[Place],
-        shape: tuple[int, int],
+        width: int,
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
         rows_N: torch.Tensor | None,
     ) -> None:
-        """Add a matrix (N, K) whose values only a kernel has.
+        """Add a matrix whose values only a kernel has.
 
         Args:
+            width: number of its columns.
             dtype: dtype in which the kernel has it.
             read: returns the matrix from its kernel.
             rows_N: digests of the rows, taken when the matrix was repacked; None: it is read.
         """
-        width = shape[1]
         # Rows of the matrix are rows of the checkpoint's tensors, from the first to the last column.
         aligned = all(
             place.strides == (width, 1) == place.own_strides
@@ -193,7 +192,8 @@ class DigestReport:
             self._add(place.name, digest, count * width, dtype)
 
     def _add(self, name: str, digest: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
-        self._tensors[name].append((digest, numel, str(dtype).removeprefix("torch.")))
+        before, count, held = self._tensors.get(name, (0, 0, str(dtype).removeprefix("torch.")))
+        self._tensors[name] = before + digest, count + numel, held  # int64 wraps around
 
     def result(self) -> dict[str, Any]:
         """Return lists and plain values, for :class:`groupwise.generation.vllm.weight_check.WeightCheck`.
@@ -201,19 +201,10 @@ class DigestReport:
         ``tensors``: name: [digest, number of elements, dtype], the first two summed over all places that the
         worker computes with; ``opaque``: names that cannot be compared; ``empty``.
         """
-        found = [digest for entries in self._tensors.values() for digest, _, _ in entries]
-        values = iter(torch.stack(found).tolist() if found else [])  # one transfer from the device
+        digests = [digest for digest, _, _ in self._tensors.values()]
+        values = torch.stack(digests).tolist() if digests else []  # one transfer from the device
         tensors = {
-            name: [
-                _as_int64(sum(next(values) for _ in entries)),
-                sum(n for _, n, _ in entries),
-                entries[0][2],
-            ]
-            for name, entries in self._tensors.items()
+            name: [value, count, held]
+            for (name, (_, count, held)), value in zip(self._tensors.items(), values, strict=True)
         }
         return {"tensors": tensors, "opaque": sorted(self.opaque), "empty": self.empty}
-
-
-def _as_int64(number: int) -> int:
-    """Return a number modulo 2^64 in the range that every serializer takes."""
-    return (number + 2**63) % 2**64 - 2**63
