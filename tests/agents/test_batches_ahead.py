@@ -14,7 +14,10 @@ import torch
 from support.configs import config_of
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentLoop, EnvironmentPool, MultiTurnRollouts, multi_turn
+from groupwise.agents import multi_turn
+from groupwise.agents.environment_driven import EnvironmentLoop
+from groupwise.agents.environments import EnvironmentPool
+from groupwise.agents.multi_turn import MultiTurnRollouts
 from groupwise.errors import AgentError
 
 

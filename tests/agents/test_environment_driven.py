@@ -11,12 +11,9 @@ from support.agent_runs import trainer
 from support.configs import config_of
 from support.fakes.scripted import ScriptedBackend, byte_tokenizer, call, retries
 
-from groupwise.agents import (
-    EnvironmentLoop,
-    MaxLengthReachedError,
-    MultiTurnRollouts,
-    make_tool,
-)
+from groupwise.agents import MaxLengthReachedError, make_tool
+from groupwise.agents.environment_driven import EnvironmentLoop
+from groupwise.agents.multi_turn import MultiTurnRollouts
 from groupwise.errors import AgentError
 from groupwise.records import SamplingOptions
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
-from groupwise.agents import EnvironmentPool, ToolLoop, allow_image_paths
-from groupwise.agents.environments import add_observation
+from groupwise.agents import allow_image_paths
+from groupwise.agents.environments import EnvironmentPool, add_observation
 from groupwise.agents.loop import Rollout
+from groupwise.agents.tool_loop import ToolLoop
 from groupwise.errors import AgentError, ConfigError, RewardError
 from groupwise.rewards.runtime.calling import call_rewards
 from groupwise.threads import CallExecutor, start_thread

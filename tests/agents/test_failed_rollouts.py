@@ -12,7 +12,7 @@ from support.agent_runs import FlakyEnvironment, calls_reward, trainer
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 from support.runs import trainer as tiny_run
 
-from groupwise.agents import EnvironmentPool
+from groupwise.agents.environments import EnvironmentPool
 from groupwise.errors import AgentError
 from groupwise.records import Completion
 from groupwise.reporting.callback import GRPOCallback

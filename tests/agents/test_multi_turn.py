@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from support.fakes.scripted import CHAT, ScriptedBackend, agents, byte_tokenizer, call, question, run
 
-from groupwise.agents import ToolSet, allow_image_paths, make_tool, thread_safe
+from groupwise.agents import allow_image_paths, make_tool, thread_safe
 from groupwise.agents.tools import ToolResult, tool_result
 from groupwise.errors import ConfigError
 from groupwise.records import RolloutBatch, SamplingOptions
@@ -708,9 +708,9 @@ def test_a_result_of_many_megabytes_is_not_tokenized(monkeypatch):
 
 
 def result_of(function, **options) -> ToolResult:
-    tools = ToolSet([make_tool(function)])
+    tool = make_tool(function)
     (future,) = CallExecutor().run_all([Invocation(lambda: function(1))])
-    return tool_result(ToolCall("give", {}), tools, future, images=True, **options)
+    return tool_result(ToolCall("give", {}), {tool.name: tool}, future, images=True, **options)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from support.agent_runs import calls_reward, chats, measure, trainer, turn_rewar
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
 from groupwise import GRPOTrainer
-from groupwise.agents import EnvironmentPool
+from groupwise.agents.environments import EnvironmentPool
 from groupwise.errors import RewardError
 from groupwise.records import Completion, RewardBatch, RolloutBatch
 from groupwise.records.rollout import GroupRewards

@@ -17,10 +17,11 @@ from support.fakes.mixin_hosts import host
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer
 from support.tool_chats import LOOK
 
-from groupwise.agents import EnvironmentPool, Renderer
+from groupwise.agents.environments import EnvironmentPool
 from groupwise.mixins import RolloutMixin
 from groupwise.records import Completion, RolloutRequest
 from groupwise.tokenization.prompts import tokenize_prompt
+from groupwise.tokenization.rendering import Renderer
 from groupwise.tokenization.tool_calls import TurnParser
 
 pytestmark = pytest.mark.parity

@@ -12,8 +12,8 @@ import pytest
 from support.fakes.scripted import CHAT, byte_tokenizer
 from support.tool_chats import LOOK
 
-from groupwise.agents import Renderer
 from groupwise.errors import ConfigError
+from groupwise.tokenization.rendering import Renderer
 from groupwise.tokenization.templates import TEMPLATE_FAMILIES
 
 trl = pytest.importorskip("trl")

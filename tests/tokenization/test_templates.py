@@ -8,8 +8,8 @@ import pytest
 from support.fakes.scripted import CHAT, byte_tokenizer
 from support.tool_chats import LOOK, look_call_message
 
-from groupwise.agents import Renderer
 from groupwise.errors import ConfigError
+from groupwise.tokenization.rendering import Renderer
 from groupwise.tokenization.templates import TEMPLATE_FAMILIES
 
 RESULT = [{"role": "tool", "name": "look", "content": "a cat"}]

@@ -40,7 +40,7 @@ class RolloutEnvironment(Protocol):
         """Run one rollout and return values for the reward functions, by column.
 
         Messages given to ``chat`` should continue those of the previous call and its response: then tokens
-        are appended. Otherwise the rollout forks (:meth:`groupwise.agents.Trajectory.continue_from`).
+        are appended. Otherwise the rollout forks (``Trajectory.continue_from``).
         """
 
     def reward_funcs(self) -> list[Callable[..., Any]]:

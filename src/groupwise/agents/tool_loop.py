@@ -15,7 +15,7 @@ from groupwise.agents.environments import (
     reward_call,
 )
 from groupwise.agents.loop import AgentLoop, Rollout, Steps, TurnRequest, empty_prompt
-from groupwise.agents.tools import Tool, ToolSet, failed_result, invocation, tool_result
+from groupwise.agents.tools import Tool, check_names, failed_result, invocation, tool_result
 from groupwise.core.metrics import Mean, Metrics
 from groupwise.errors import AgentError, ConfigError, boundary, shortened
 from groupwise.records import copied
@@ -57,7 +57,7 @@ class ToolLoop(AgentLoop):
         self._reported: set[tuple[str, str]] = set()
         of_types = [] if pool is None else pool.tools_by_type()
         for own in of_types or [[]]:
-            ToolSet([*self.tools, *own])  # refuses two tools of one name
+            check_names([*self.tools, *own])
         self.all_tools = [*self.tools, *(tool for own in of_types for tool in own)]
         self.uses_tools = self.has_later_turns = bool(self.all_tools)
 
@@ -81,7 +81,7 @@ class ToolLoop(AgentLoop):
         """
         rollout.prompt = insert_images({"prompt": empty_prompt(), **rollout.row})
         if self.pool is None:
-            yield from self._alternate(rollout, ToolSet(self.tools))
+            yield from self._alternate(rollout, self.tools)
             return
         slot: Slot = rollout.place
         kind = slot.environment_type
@@ -98,7 +98,7 @@ class ToolLoop(AgentLoop):
                 observation = reset.result()
                 check_observation(observation, environment.reset)
             rollout.prompt = add_observation(rollout.prompt, observation)
-            yield from self._alternate(rollout, ToolSet([*self.tools, *kind.tools(environment)]))
+            yield from self._alternate(rollout, [*self.tools, *kind.tools(environment)])
             if self.scores_rollouts and kind.has_reward:
                 (reward,) = yield [reward_call(environment, [rollout.messages[len(rollout.prompt) :]])]
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
@@ -108,33 +108,34 @@ class ToolLoop(AgentLoop):
             slot.instance = None  # the next attempt gets a fresh one
             raise
 
-    def _alternate(self, rollout: Rollout, tools: ToolSet) -> Steps:
+    def _alternate(self, rollout: Rollout, tools: Sequence[Tool]) -> Steps:
         """Alternate between turns and tool calls until a turn calls no tool, or a limit is reached."""
         if tools and not is_conversational(rollout.prompt):
             raise ConfigError(
                 f"row {rollout.index} has a text prompt ({rollout.prompt!r:.80}), but tools need chat "
                 "prompts: a list of messages such as [{'role': 'user', 'content': ...}]"
             )
-        turn = yield TurnRequest(rollout.prompt, tools.schemas)
+        by_name, schemas = {tool.name: tool for tool in tools}, [tool.schema for tool in tools]
+        turn = yield TurnRequest(rollout.prompt, schemas)
         iterations = 0
         while turn is not None and turn.tool_calls and tools and not turn.truncated:
             if iterations == self.max_iterations:
                 return
             iterations += 1
             calls = turn.tool_calls
-            futures = yield [invocation(call, tools) for call in calls]
+            futures = yield [invocation(call, by_name) for call in calls]
             results = [
-                tool_result(call, tools, future, images=rollout.images is not None)
+                tool_result(call, by_name, future, images=rollout.images is not None)
                 for call, future in zip(calls, futures, strict=True)
             ]
             start = len(rollout.tool_results)
             rollout.tool_results += zip(calls, results, strict=True)
             try:
-                turn = yield TurnRequest(_followed_by(rollout, start), tools.schemas)
+                turn = yield TurnRequest(_followed_by(rollout, start), schemas)
             except Exception as problem:  # the processor rejects an image, or the chat template the content
                 results = [each if each.failure else failed_result(problem) for each in results]
                 rollout.tool_results[start:] = zip(calls, results, strict=True)
-                turn = yield TurnRequest(_followed_by(rollout, start), tools.schemas)
+                turn = yield TurnRequest(_followed_by(rollout, start), schemas)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> Metrics:
         """Return the frequencies of calls and of failures; warn if every call of the batch failed."""

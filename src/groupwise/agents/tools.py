@@ -92,25 +92,14 @@ def make_tool(function: Callable[..., Any], owner: object = None) -> Tool:
         ) from problem
 
 
-class ToolSet(dict[str, Tool]):
-    """The tools of one rollout by name.
-
-    Raises:
-        ConfigError: two tools have the same name.
-    """
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__({tool.name: tool for tool in tools})
-        if len(self) < len(tools):
-            names = [tool.name for tool in tools]
-            repeated = sorted({name for name in names if names.count(name) > 1})
-            raise ConfigError(
-                f"several tools are called {', '.join(map(repr, repeated))}; give each its own name"
-            )
-
-    @property
-    def schemas(self) -> list[ToolSchema]:
-        return [tool.schema for tool in self.values()]
+def check_names(tools: Sequence[Tool]) -> None:
+    """Raise ConfigError if two tools of a rollout have the same name."""
+    names = [tool.name for tool in tools]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ConfigError(
+            f"several tools are called {', '.join(map(repr, repeated))}; give each its own name"
+        )
 
 
 def invocation(call: ToolCall, tools: Mapping[str, Tool]) -> Invocation:

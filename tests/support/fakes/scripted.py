@@ -9,12 +9,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.agents import (
-    EnvironmentPool,
-    MultiTurnRollouts,
-    ToolLoop,
-    make_tool,
-)
+from groupwise.agents import make_tool
+from groupwise.agents.environments import EnvironmentPool
+from groupwise.agents.multi_turn import MultiTurnRollouts
+from groupwise.agents.tool_loop import ToolLoop
 from groupwise.generation.base import GenerationBackend
 from groupwise.records import Completion, RolloutBatch, SamplingOptions
 from groupwise.threads import CallExecutor

@@ -20,7 +20,7 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from pydantic import Field
 
-from groupwise.agents import EnvironmentPool
+from groupwise.agents.environments import EnvironmentPool
 from groupwise.agents.libraries import openenv_factory
 from support.fakes.scripted import ScriptedBackend, agents, byte_tokenizer, call, question
 
