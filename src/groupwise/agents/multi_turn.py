@@ -581,7 +581,7 @@ class MultiTurnRollouts:
         trajectories = [rollout.trajectory for rollout in rollouts]
         metrics = self.loop.metrics(kept)
         if self.renderer is not None:
-            num_forks = float(sum(each.num_forks for each in trajectories if each is not None))
+            num_forks = float(sum(len(each.contexts) for each in trajectories if each is not None))
             metrics["tools/fork_frequency"] = Mean(num_forks, float(len(kept)))
         if self.max_retries is not None:
             metrics["rollouts/retry_frequency"] = Mean(float(num_repeated), float(len(rollouts)))

@@ -32,9 +32,7 @@ class Trajectory:
         parts: number of tokens of each part of ``token_ids``, and the turn whose beginning they are; None for
             tokens of tools, environments or the chat template.
         truncated: a limit ended the rollout.
-        num_forks: number of times that the history was rewritten.
         contexts: index of the first token after each fork, and the history that it follows.
-        prompt_tokens: tokens of the present history that do not count as completion.
     """
 
     prompt_ids: list[int]
@@ -43,29 +41,31 @@ class Trajectory:
     token_ids: list[int] = field(default_factory=list)
     parts: list[tuple[int, Completion | None]] = field(default_factory=list)
     truncated: bool = False
-    num_forks: int = 0
     contexts: list[tuple[int, list[int]]] = field(default_factory=list)
-    prompt_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.prompt_ids)
 
     @property
     def context_ids(self) -> list[int]:
         """Token ids of the present history: the input of the next turn."""
-        start, context = self.contexts[-1] if self.contexts else (0, self.prompt_ids)
+        start, context = self._last_context
         return context + self.token_ids[start:]
+
+    @property
+    def _last_context(self) -> tuple[int, list[int]]:
+        return self.contexts[-1] if self.contexts else (0, self.prompt_ids)
 
     @property
     def remaining_tokens(self) -> int:
         """Number of tokens that may still be appended."""
-        return self._remaining(self.context_ids, self.prompt_tokens)
+        start, context = self._last_context
+        return self._remaining(context, len(self.token_ids) - start)
 
-    def _remaining(self, history: list[int], prompt_tokens: int) -> int:
-        remaining = self.max_new_tokens - (len(history) - prompt_tokens)
-        return (
-            remaining if self.context_length is None else min(remaining, self.context_length - len(history))
-        )
+    def _remaining(self, context: list[int], num_tokens: int = 0) -> int:
+        # What follows the prompt counts as completion; a history with another beginning is all prompt.
+        is_continuation = context[: len(self.prompt_ids)] == self.prompt_ids
+        limit = self.max_new_tokens + len(self.prompt_ids if is_continuation else context)
+        if self.context_length is not None:
+            limit = min(limit, self.context_length)
+        return limit - len(context) - num_tokens
 
     @property
     def turns(self) -> tuple[Span, ...]:
@@ -108,13 +108,9 @@ class Trajectory:
         own_ids, history = self.context_ids, list(context_ids)
         if history[: len(own_ids)] == own_ids:
             return self.append_observed(history[len(own_ids) :])
-        # What follows the prompt counts as completion; a history with another beginning is all prompt.
-        num_prompt = len(self.prompt_ids)
-        prompt_tokens = num_prompt if history[:num_prompt] == self.prompt_ids else len(history)
-        if self._remaining(history, prompt_tokens) < 1:
+        if self._remaining(history) < 1:
             self.truncated = True
             return False
-        self.num_forks, self.prompt_tokens = self.num_forks + 1, prompt_tokens
         self.contexts.append((len(self.token_ids), history))
         return True
 
