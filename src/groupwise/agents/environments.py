@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from groupwise.agents.tools import Content, Tool, make_tool, may_open_images
@@ -15,7 +15,6 @@ from groupwise.records import copied
 from groupwise.threads import CallExecutor, Invocation
 from groupwise.tokenization.prompts import Prompt, is_conversational
 from groupwise.tokenization.text import content_blocks, content_text, is_content_blocks
-from groupwise.tokenization.tool_calls import ToolSchema
 
 _NOT_TOOLS = ("reset", "get_reward")
 
@@ -36,9 +35,11 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
-@dataclass
 class EnvironmentType:
-    """Instances of one factory.
+    """Instances of one factory; the public methods of their class are tools.
+
+    Args:
+        name: key of the factory in ``environment_factory``; None: it is the only one.
 
     Attributes:
         title: name of the environment in messages.
@@ -47,12 +48,30 @@ class EnvironmentType:
         schemas: tool schemas by the name of the public method.
     """
 
-    factory: EnvironmentFactory
-    title: str
-    first: object = None
-    cls: type = object
-    idle: list[Any] = field(default_factory=list)
-    schemas: dict[str, ToolSchema] = field(default_factory=dict)
+    def __init__(self, name: str | None, factory: EnvironmentFactory) -> None:
+        self.title = "the environment" if name is None else f"environment {name!r}"
+        if not callable(factory):
+            raise ConfigError(
+                f"environment_factory of {self.title} is {factory!r} ({type(factory).__name__}); allowed: a "
+                "class or function that returns an instance, or a dict of such"
+            )
+        self.factory = factory
+        self.cls: Any = None  # not known yet
+        self.first = self.create()
+        self.cls, self.idle = type(self.first), [self.first]
+        if name is None:
+            self.title = f"environment {self.cls.__name__!r}"
+        if not callable(getattr(self.cls, "reset", None)):
+            raise ConfigError(
+                f"{self.title} ({self.cls.__name__}) has no method 'reset'; it is called before every rollout"
+            )
+        # Looked up on the class: getattr on the instance would evaluate its properties.
+        methods = [name for name, _ in inspect.getmembers(self.cls, inspect.isfunction)]
+        self.schemas = {
+            name: make_tool(getattr(self.first, name), self.first).schema
+            for name in methods
+            if not name.startswith("_") and name not in _NOT_TOOLS
+        }
 
     @property
     def has_reward(self) -> bool:
@@ -67,7 +86,7 @@ class EnvironmentType:
         """
         with boundary(AgentError, f"environment_factory of {self.title}"):
             instance = self.factory()
-        if self.first is not None and type(instance) is not self.cls:
+        if self.cls not in (None, type(instance)):
             raise ConfigError(
                 f"environment_factory of {self.title} returned a {type(instance).__name__}, at first a "
                 f"{self.cls.__name__}; allowed: one class, defined outside of the factory; for several, "
@@ -123,7 +142,7 @@ class EnvironmentPool:
         )
         if not factories:
             raise ConfigError("environment_factory is an empty dict; give it at least one name and factory")
-        self.types = {name: _create_type(name, each) for name, each in factories.items()}
+        self.types = {name: EnvironmentType(name, each) for name, each in factories.items()}
         self.rewards: dict[int, Future[Any]] = {}
 
     def tools_by_type(self) -> list[list[Tool]]:
@@ -162,31 +181,6 @@ class EnvironmentPool:
                 if self.executor.unfinished.pop(id(slot.instance), None) is None:
                     slot.environment_type.idle.append(slot.instance)
                 slot.instance = None  # slots may be released twice
-
-
-def _create_type(name: str | None, factory: EnvironmentFactory) -> EnvironmentType:
-    """Create the first instance and derive the tools from its class."""
-    title = "the environment" if name is None else f"environment {name!r}"
-    if not callable(factory):
-        raise ConfigError(
-            f"environment_factory of {title} is {factory!r} ({type(factory).__name__}); allowed: a class or "
-            "function that returns an instance, or a dict of such"
-        )
-    made = EnvironmentType(factory, title)
-    made.idle = [instance := made.create()]
-    made.first, made.cls = instance, (cls := type(instance))
-    if name is None:
-        made.title = title = f"environment {cls.__name__!r}"
-    if not callable(getattr(cls, "reset", None)):
-        raise ConfigError(
-            f"{title} ({cls.__name__}) has no method 'reset'; it is called before every rollout"
-        )
-    # Looked up on the class: getattr on the instance would evaluate its properties.
-    methods = [name for name, _ in inspect.getmembers(cls, inspect.isfunction)]
-    methods = [name for name in methods if not name.startswith("_") and name not in _NOT_TOOLS]
-    tools = [make_tool(getattr(instance, method), instance) for method in methods]
-    made.schemas = {method: tool.schema for method, tool in zip(methods, tools, strict=True)}
-    return made
 
 
 def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
