@@ -82,7 +82,7 @@ def test_a_batch_begins_once_and_continues_in_its_step(monkeypatch: pytest.Monke
     first, second = now.extra["environments"], batch.extra["environments"]
     assert [each.name for each in (*first, *second)] == ["a", "b", "c"]
     (reward,) = pool.reward_funcs()
-    assert reward(**batch.extra) == [each.number for each in second]
+    assert reward(**batch.extra, completions=batch.texts) == [each.number for each in second]
 
 
 def test_a_restored_batch_begins_again_in_its_random_state() -> None:

@@ -150,8 +150,8 @@ def test_get_reward_becomes_one_reward_function_per_class():
     loop, rollout = generate_rollouts(environments, [["x"], [call("increase", by=1), "y"], ["z"]], rows)
     count, silent = environments.reward_funcs()
     assert (count.__name__, silent.__name__) == ("Counter", "Silent")
-    assert count(**rollout.extra, prompts=[]) == [None, 0.0, 1.0]
-    assert silent(**rollout.extra, prompts=[]) == [0.5, None, None]
+    assert count(**rollout.extra, completions=rollout.texts, prompts=[]) == [None, 0.0, 1.0]
+    assert silent(**rollout.extra, completions=rollout.texts, prompts=[]) == [0.5, None, None]
     assert "environment" not in loop.environments[1].row
 
 
@@ -290,7 +290,7 @@ def test_tool_timeout_limits_get_reward():
     with pytest.raises(
         RewardError, match=r"'Stuck', method 'get_reward'.*no result within 0.05 seconds \(tool_timeout\)"
     ):
-        environments.reward_funcs()[0](**rollout.extra)
+        environments.reward_funcs()[0](**rollout.extra, completions=rollout.texts)
 
 
 @pytest.mark.timeout(60)
@@ -333,7 +333,7 @@ def test_an_environment_with_an_unfinished_call_is_not_used_again(kind):
         scripts = [[call(name), "x"], ["x"]] if name else [["x"], ["x"]]
         rollout = loop.generate_rollouts([question("?")] * 2, ScriptedBackend(tokenizer, scripts))
         try:
-            return environments.reward_funcs()[0](**rollout.extra)
+            return environments.reward_funcs()[0](**rollout.extra, completions=rollout.texts)
         finally:
             loop.end_batch()
 
@@ -392,7 +392,9 @@ def test_async_methods_share_an_event_loop():
 
     environments = EnvironmentPool(Session)
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
-    assert environments.reward_funcs()[0](**rollout.extra) == [1.0] and loops == [True]
+    assert environments.reward_funcs()[0](**rollout.extra, completions=rollout.texts) == [1.0] and loops == [
+        True
+    ]
 
 
 def test_async_and_sync_methods_of_an_environment_run_in_the_order_of_the_calls():
@@ -412,7 +414,7 @@ def test_a_failing_get_reward_names_environment_method_and_row():
     environments = EnvironmentPool(Failing)
     _, rollout = generate_rollouts(environments, [["x"]], [question("?")])
     with pytest.raises(RewardError, match=r"environment 'Failing', method 'get_reward'.*sample=0.*no steps"):
-        environments.reward_funcs()[0](**rollout.extra)
+        environments.reward_funcs()[0](**rollout.extra, completions=rollout.texts)
 
 
 def test_an_error_in_a_method_becomes_the_tool_result():

@@ -86,7 +86,7 @@ def test_failed_rollouts_are_repeated_in_fresh_environments_and_then_dropped(cap
     assert len({id(environment) for environment in environments}) == 4
     (reward,) = pool.reward_funcs()
     kept = batch.select([0, 1, 3])
-    assert reward(**kept.extra) == [1.0, 1.0, 1.0]
+    assert reward(**kept.extra, completions=kept.texts) == [1.0, 1.0, 1.0]
     assert caplog.text.count("failed rollouts are repeated in a fresh environment") == 3  # kinds of errors
 
 

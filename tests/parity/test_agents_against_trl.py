@@ -363,8 +363,10 @@ def test_conversations_with_an_environment(tmp_path: Path, policy: Any) -> None:
     ]
     (reward,) = environments.reward_funcs()
     assert trainer.reward_func_names == [reward.__name__]
-    assert reward(**rollout.extra) == [float(2 * i) for i in range(len(QUESTIONS))]
-    assert [e.get_reward() for e in trainer.environments] == reward(**rollout.extra)
+    assert reward(**rollout.extra, completions=rollout.texts) == [float(2 * i) for i in range(len(QUESTIONS))]
+    assert [e.get_reward() for e in trainer.environments] == reward(
+        **rollout.extra, completions=rollout.texts
+    )
 
 
 @contextmanager

@@ -197,24 +197,20 @@ def check_observation(observation: Any, reset: Callable[..., Any]) -> None:
         )
 
 
-def reward_call(environment: Any, completion: Sequence[Prompt]) -> Invocation:
-    """Return the call of ``get_reward``, with the messages of the rollout if it has a parameter for them.
-
-    Args:
-        completion: these messages, in a list of one.
-    """
+def reward_call(environment: Any, completion: Prompt) -> Invocation:
+    """Return the call of ``get_reward``, with the messages of the rollout if it has a parameter for them."""
     function = environment.get_reward
     if "completion" in inspect.signature(function).parameters:
-        function = functools.partial(function, completion=copied(completion[0]))
+        function = functools.partial(function, completion=copied(completion))
     return Invocation(function, environment)
 
 
 def _reward_func(cls: type, title: str, pool: EnvironmentPool) -> Callable[..., Any]:
     """Return a reward function: the results of ``get_reward`` of one class, called where it was not yet."""
 
-    def get_rewards(environments: list[Any], completions: Sequence[Any] = (), **_: object) -> list[Any]:
+    def get_rewards(environments: list[Any], completions: Sequence[Prompt], **_: object) -> list[Any]:
         own: dict[int, Any] = {i: each for i, each in enumerate(environments) if type(each) is cls}
-        missing = {id(each): (each, completions[i : i + 1]) for i, each in own.items()}
+        missing = {id(each): (each, completions[i]) for i, each in own.items()}
         missing = {key: each for key, each in missing.items() if key not in pool.rewards}
         called = pool.executor.run_all([reward_call(*each) for each in missing.values()])
         futures = pool.rewards | dict(zip(missing, called, strict=True))

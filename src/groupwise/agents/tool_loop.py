@@ -100,7 +100,7 @@ class ToolLoop(AgentLoop):
             rollout.prompt = add_observation(rollout.prompt, observation)
             yield from self._alternate(rollout, [*self.tools, *kind.tools(environment)])
             if self.scores_rollouts and kind.has_reward:
-                (reward,) = yield [reward_call(environment, [rollout.messages[len(rollout.prompt) :]])]
+                (reward,) = yield [reward_call(environment, rollout.messages[len(rollout.prompt) :])]
                 with boundary(AgentError, f"{kind.title}, method 'get_reward'", sample=rollout.index):
                     reward.result()
                 self.pool.rewards[id(environment)] = reward

@@ -97,7 +97,7 @@ def main() -> None:
     found = {
         "prompts": [prompt[0]["content"] for prompt in rollout.prompts],
         "results": [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts],
-        "rewards": reward(**rollout.extra),
+        "rewards": reward(**rollout.extra, completions=rollout.texts),
         "turn_rewards": turn_reward(completions=again.texts, **again.extra),
         "schema": environments.tools_by_type()[0][0].schema["function"],
         "urls": [factory()._client.base_url for _ in range(3)],
