@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from transformers.utils import get_json_schema
 
 from groupwise.errors import AgentError, ConfigError, is_interrupt, warn_once
-from groupwise.threads import Invocation, thread_safe
+from groupwise.threads import Invocation
 from groupwise.tokenization.images import is_image_object, load_blocks
 from groupwise.tokenization.text import is_content_blocks, replace_surrogates
 from groupwise.tokenization.tool_calls import ToolCall, ToolSchema
@@ -102,22 +102,19 @@ def check_names(tools: Sequence[Tool]) -> None:
         )
 
 
-def invocation(call: ToolCall, tools: Mapping[str, Tool]) -> Invocation:
-    """Return the invocation of a tool call; that of an invalid call raises its error."""
-    tool = tools.get(call.name)
-    if call.error is not None or tool is None:
-        unknown = f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}."
-        return Invocation(functools.partial(_refuse, call.error or unknown))
-    return Invocation(functools.partial(tool.function, **call.arguments), tool.owner)
-
-
 class InvalidCallError(ValueError):
     """The policy's tool call is malformed, or names no tool."""
 
 
-@thread_safe
-def _refuse(error: str) -> None:
-    raise InvalidCallError(error)
+def invocation(call: ToolCall, tools: Mapping[str, Tool]) -> Invocation | Future[Any]:
+    """Return the invocation of a tool call, or the failed future of an invalid one."""
+    tool = tools.get(call.name)
+    if call.error is None and tool is not None:
+        return Invocation(functools.partial(tool.function, **call.arguments), tool.owner)
+    failed: Future[Any] = Future()
+    unknown = f"Tool {call.name} not found. Available: {', '.join(tools) or 'none'}."
+    failed.set_exception(InvalidCallError(call.error or unknown))
+    return failed
 
 
 def tool_result(
@@ -129,7 +126,7 @@ def tool_result(
     becomes the result, so that the policy can react to it.
 
     Args:
-        future: the finished call of :func:`invocation`.
+        future: the finished call that :func:`invocation` returned.
         images: the model reads images.
 
     Raises:
@@ -140,9 +137,7 @@ def tool_result(
         if not isinstance(value, list):
             return ToolResult(replace_surrogates(str(value)))
         content = replace_surrogates(list(value))
-        if not is_content_blocks(content):
-            return ToolResult(content)
-        if not any(block["type"] == "image" for block in content):
+        if not is_content_blocks(content) or all(block["type"] == "text" for block in content):
             return ToolResult(content)
         if not images:
             raise TypeError("the tool returned an image, but the model reads text only")
