@@ -284,8 +284,8 @@ def _score_row(reward: Callable[..., Any], row: bytes, path: Path) -> None:
     value, failure = None, None
     try:
         output = reward(**pickle.loads(row), log_extra=log.log_extra, log_metric=log.log_metric)
-        if inspect.isawaitable(output):
-            output = asyncio.run(_awaited(output))
+        if inspect.iscoroutine(output):
+            output = asyncio.run(output)
         output = output.tolist() if hasattr(output, "tolist") else list(output)
         if len(output) != 1:
             raise ValueError(f"it returned {len(output)} rewards for one completion")
@@ -294,7 +294,3 @@ def _score_row(reward: Callable[..., Any], row: bytes, path: Path) -> None:
         failure = f"raised {type(error).__name__}: {error}"
     columns = {name: values[0] for name, values in log.columns.items()}
     _write_result(path, RowResult(value, failure, time.monotonic() - start, columns, log.metrics))
-
-
-async def _awaited(output: Any) -> Any:
-    return await output
