@@ -55,8 +55,7 @@ def get_code_execution_reward(
         RewardError for an invalid test.
 
     Raises:
-        ConfigError: an argument is out of range, or programs cannot be isolated here.
-        RewardError: the given sandbox could not be set up.
+        ConfigError: an argument is out of range, or the sandbox cannot be set up.
     """
     check_value("timeout", timeout, float, gt=0)
     check_value("memory_mb", memory_mb, int, ge=1)
@@ -69,11 +68,9 @@ def get_code_execution_reward(
     try:
         result = runner.run("print(1)", "", limits)
     except RewardError as error:
-        if sandbox is not None:
-            raise
         raise ConfigError(
-            f"programs cannot be isolated here ({error}); allow user namespaces, or pass a sandbox that runs "
-            "them elsewhere"
+            f"programs cannot be run ({error}); allow user namespaces on this machine, or pass a sandbox "
+            "that runs them elsewhere"
         ) from error
     if result != SandboxResult("ok", "1\n"):
         raise ConfigError(
