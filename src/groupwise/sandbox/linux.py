@@ -10,7 +10,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import IO, Literal, NamedTuple, Protocol, cast
 
 from groupwise.errors import RewardError
 
@@ -107,57 +107,42 @@ class LinuxSandbox:
                 cwd="/",
                 start_new_session=True,
             )
-            written = _Output(process, limits.output)
-            errors = _wait(process, stdin.encode("utf-8", errors="replace"), limits.timeout)
-            output = written.result()
+            output, errors = _communicate(process, stdin.encode("utf-8", errors="replace"), limits)
             if errors:
                 raise RewardError(f"the sandbox could not be set up: {errors.strip().splitlines()[-1]}")
             statuses: dict[int, Literal["ok", "failed", "timeout"]] = {
-                0: "failed" if written.is_truncated else "ok",
+                0: "failed" if len(output) > limits.output else "ok",
                 launcher.FAILED: "failed",
             }
-            text = output.decode("utf-8", errors="replace")
+            text = output[: limits.output].decode("utf-8", errors="replace")
             return SandboxResult(statuses.get(process.returncode, "timeout"), text)
 
 
-class _Output:
-    """Reads the standard output of a process in a thread, up to a number of bytes; then closes the pipe.
+def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits) -> tuple[bytes, str]:
+    """Wait for the launcher, or stop it if it exceeds its own time limit.
 
-    Attributes:
-        is_truncated: there was more output.
+    Returns:
+        its output, more than the limit if there was more, and its stderr.
     """
+    pipe, process.stdout = cast(IO[bytes], process.stdout), None  # communicate() would read all of it
+    output, errors = bytearray(), b""
 
-    def __init__(self, process: subprocess.Popen[bytes], limit: int) -> None:
-        assert process.stdout is not None
-        self.pipe, self.limit = process.stdout, limit
-        process.stdout = None  # communicate() would read all of it
-        self.is_truncated, self.content = False, bytearray()
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
+    def read() -> None:
+        with pipe:
+            while len(output) <= limits.output and (chunk := os.read(pipe.fileno(), 1 << 16)):
+                output.extend(chunk)
 
-    def _read(self) -> None:
-        with self.pipe:
-            while chunk := os.read(self.pipe.fileno(), 1 << 16):
-                self.content += chunk
-                if len(self.content) > self.limit:
-                    self.is_truncated = True
-                    return
-
-    def result(self) -> bytes:
-        """Return the output after the process has ended, with all processes that it started."""
-        self.thread.join(5)  # a program outlives a launcher that was killed just when it started it
-        return bytes(self.content[: self.limit])
-
-
-def _wait(process: subprocess.Popen[bytes], stdin: bytes, timeout: float) -> str:
-    """Wait for the launcher, or stop it if it exceeds its own time limit. Returns its stderr."""
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
-        return process.communicate(stdin, timeout=timeout + 10)[1].decode(errors="replace")
+        errors = process.communicate(stdin, timeout=limits.timeout + 10)[1]
     except subprocess.TimeoutExpired:
-        return ""
+        pass
     finally:
         if process.poll() is None:
             process.kill()  # the kernel kills the program and its processes with it
             process.wait()
-            for pipe in filter(None, (process.stdin, process.stderr)):
-                pipe.close()
+            for unread in filter(None, (process.stdin, process.stderr)):
+                unread.close()
+    reader.join(5)  # a program outlives a launcher that was killed just when it started it
+    return bytes(output), errors.decode(errors="replace")
