@@ -135,16 +135,17 @@ def call_rewards(
     rewards_FB, failures = [], {}
     for i, (name, future) in enumerate(zip(names, futures, strict=True)):
         rows, part = parts[i]
-        rewards = reward_result(future, name, part)
-        if isinstance(rewards, RewardError):
+        try:
+            rewards = reward_result(future, name, part)
+        except RewardError as error:
             if on_error == "raise":
-                raise rewards
+                raise
             if name not in _warned:
                 _warned.add(name)
                 logger.warning(
-                    "%s; its rewards of this batch are None, and later failures are only counted", rewards
+                    "%s; its rewards of this batch are None, and later failures are only counted", error
                 )
-            failures[i], rewards = rewards, [math.nan] * len(part)
+            failures[i], rewards = error, [math.nan] * len(part)
         given = {row: reward for row, reward in zip(rows, rewards, strict=True) if row in scored_F[i]}
         rewards_FB.append([given.get(row, math.nan) for row in every])
     return RewardCalls(rewards_FB, failures, seconds_F)
@@ -188,8 +189,8 @@ def reward_invocation(
     return Invocation(call_async if is_async(function) else call, limited=limited)
 
 
-def reward_result(future: Future[Any], name: str, rollouts: RolloutBatch) -> list[Reward] | RewardError:
-    """Return the checked rewards of a finished call, or its error."""
+def reward_result(future: Future[Any], name: str, rollouts: RolloutBatch) -> list[Reward]:
+    """Return the checked rewards of a finished call, or raise its error as a RewardError."""
     try:
         output = future.result()
     except Exception as error:  # of the function, or the time limit
@@ -198,11 +199,8 @@ def reward_result(future: Future[Any], name: str, rollouts: RolloutBatch) -> lis
         if isinstance(failure.__cause__, (TypeError, AttributeError)):  # it may take a text for messages
             form = "string" if isinstance(rollouts.texts[0], str) else "list of messages"
             failure.args = (f"{failure}; a completion is a {form}, like its prompt",)
-        return failure
-    try:
-        return checked_rewards(output, name, rollouts)
-    except RewardError as error:
-        return error
+        raise failure from failure.__cause__
+    return checked_rewards(output, name, rollouts)
 
 
 def checked_rewards(output: object, name: str, rollouts: RolloutBatch) -> list[Reward]:

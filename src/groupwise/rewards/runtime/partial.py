@@ -77,9 +77,10 @@ class PartialReward:
 
     def _record(self, part: RolloutBatch, log: RewardLog, future: Future[Any]) -> None:
         """Keep the rewards of a finished call."""
-        checked = reward_result(future, self.__name__, part)
-        if isinstance(checked, RewardError):
-            logger.warning("%s, on a part of the batch; it is called again on the complete batch", checked)
+        try:
+            checked = reward_result(future, self.__name__, part)
+        except RewardError as error:
+            logger.warning("%s, on a part of the batch; it is called again on the complete batch", error)
             self._failed = True
             return
         rewards = [None if isinstance(r, float) and math.isnan(r) else r for r in checked]
