@@ -93,7 +93,7 @@ def call_rewards(
 
     Args:
         timeout: seconds per call, see :class:`CallExecutor`.
-        loop: event loop of the run; None: one of this call.
+        loop: event loop of the run; None: a new one.
         on_error: "raise", or "none": a function that fails returns None for all completions of this call, and
             its first failure is logged as a warning.
         completion_logprobs: argument of functions with ``takes_logprobs``: maps a model, None for the policy,
@@ -124,12 +124,7 @@ def call_rewards(
         invocations.append(
             reward_invocation(function, name, arguments, times) if part else Invocation(list, limited=False)
         )
-    executor = CallExecutor(timeout, limited_by="reward_timeout", loop=loop)
-    try:
-        futures = executor.run_all(invocations)
-    finally:
-        if loop is None:
-            executor.loop.close()
+    futures = CallExecutor(timeout, limited_by="reward_timeout", loop=loop).run_all(invocations)
     now = time.monotonic()  # a call that is over its limit may not have ended
     seconds_F = [[*times, now][1] - times[0] if times else math.nan for times in times_F]
     rewards_FB, failures = [], {}
