@@ -103,6 +103,24 @@ def test_every_source_gives_the_same_inputs(given, tmp_path):
     assert own.token_types["token_type_ids"] == [int(token == tiny.IMAGE_TOKEN) for token in ids]
 
 
+def test_processor_kwargs_of_the_chat_template_reach_the_processor():
+    _, processor = tiny.build("gemma3")
+    prompt = chat({"type": "image", "image": RED}, ASK)
+    ids, given = encode_prompt(processor, prompt, (), {"processor_kwargs": {"do_normalize": False}})
+    expected = processor.apply_chat_template(
+        prompt,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs={"do_normalize": False},
+    )
+    assert ids == expected["input_ids"][0].tolist()
+    assert given.arrays["pixel_values"].equal(expected["pixel_values"])
+    _, plain = encode_prompt(processor, prompt)
+    assert not given.arrays["pixel_values"].equal(plain.arrays["pixel_values"])
+
+
 def test_the_image_feature_of_datasets_works_in_columns_and_blocks():
     block = {"type": Value("string"), "text": Value("string"), "image": ImageFeature()}
     features = Features(

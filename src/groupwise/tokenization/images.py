@@ -172,11 +172,14 @@ def _process_chat(
     messages = [{**message, "content": load_blocks(content_blocks(message))} for message in prompt]
     if any(_is_empty(block) for message in messages for block in message["content"]):
         raise ConfigError(f"an image block of a prompt has no image: {prompt!r:.200}")
-    text = processor.apply_chat_template(messages, **generation_options(prompt, template_kwargs))
+    options = generation_options(prompt, template_kwargs)
+    of_call = dict(options.pop("processor_kwargs", None) or {})
+    text = processor.apply_chat_template(messages, **options)
     # As that method tokenizes it, too: the template may begin with BOS.
     bos = processor.tokenizer.bos_token
-    options = {"add_special_tokens": False} if bos is not None and text.startswith(bos) else {}
-    return _process(processor, text, prompt_images(messages), **options)
+    if bos is not None and text.startswith(bos):
+        of_call["add_special_tokens"] = False
+    return _process(processor, text, prompt_images(messages), **of_call)
 
 
 def process_text(
@@ -226,7 +229,8 @@ def _process(
         )
     tokens = _image_tokens(processor)
     last = max((index for index, token in enumerate(ids) if token in tokens), default=len(ids) - 1)
-    unexpanded = processor.tokenizer(text, **options)["input_ids"]  # one token per image
+    with_special = options.get("add_special_tokens", True)
+    unexpanded = processor.tokenizer(text, add_special_tokens=with_special)["input_ids"]  # one per image
     return ids, ImageInputs(arrays, types, images, [ExpandedSpan(0, len(ids), unexpanded)], last + 1)
 
 

@@ -129,7 +129,8 @@ class Renderer:
         if self.processor is None:
             raise processor_required(f"a tool returned {len(images)} image(s)", self.tokenizer)
         text = self._render(messages, **self.turn_kwargs, add_generation_prompt=True)
-        return process_text(self.processor, text, images, add_special_tokens=False)
+        options = {**(self.template_kwargs.get("processor_kwargs") or {}), "add_special_tokens": False}
+        return process_text(self.processor, text, images, **options)
 
     def _render(self, messages: list[Message], **template_kwargs: object) -> str:
         if self.processor is not None:  # templates of vision-language models expect content blocks
