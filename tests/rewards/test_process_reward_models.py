@@ -183,4 +183,3 @@ def test_a_separator_that_splits_no_completion_is_reported_in_the_first_generati
     else:
         assert len(warnings) == 1
         assert "'LlamaForTokenClassification'" in warnings[0] and "'\\n\\n'" in warnings[0]
-        assert "8 completions" in warnings[0]

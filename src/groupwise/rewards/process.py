@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.errors import ConfigError, boundary
+from groupwise.errors import ConfigError, boundary, warn_once
 from groupwise.records import Completion
 from groupwise.records.rollout import Span
 from groupwise.rewards.runtime.models import ModelReward, model_title, reward_name
@@ -177,23 +177,18 @@ class StepScorer(ModelReward):
                 f"step_token={self.step_token!r} is no text to the tokenizer of process reward model {name}; "
                 "give the step token that it was trained with in ProcessRewardModel(model, step_token=…)"
             )
-        self._has_warned = False
 
     def warn_if_unsplit(self, name: str, rewards_N: Sequence[Sequence[tuple[int, float]]]) -> None:
         """Warn once if no completion of a generation, N of all ranks, has more than one step."""
-        if self._has_warned or max(map(len, rewards_N), default=0) != 1:
-            return
-        self._has_warned = True
-        logger.warning(
-            "process reward model %r: step_separator=%r splits none of the %d completions of a generation, "
-            "so each has one score, as from an outcome reward; wrap the model in ProcessRewardModel(model, "
-            "step_separator=...) with the text or token that ends a step in the policy's completions "
-            "(rewards/%s/steps is the mean number of steps)",
-            name,
-            self.separator,
-            len(rewards_N),
-            name,
-        )
+        if max(map(len, rewards_N), default=0) == 1:
+            warn_once(
+                logger,
+                "process reward model %r: step_separator=%r splits no completion of a generation, so each "
+                "has one score, as from an outcome reward; wrap the model in ProcessRewardModel(model, "
+                "step_separator=...) with the text or token that ends a step in the policy's completions "
+                "(rewards/%s/steps is the mean number of steps)",
+                *(name, self.separator, name),
+            )
 
     def __call__(
         self, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]], **_: object
