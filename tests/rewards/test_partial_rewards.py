@@ -16,7 +16,7 @@ from groupwise.errors import RewardError
 from groupwise.records import Completion, RolloutBatch
 from groupwise.rewards import get_cosine_scaled_reward, per_sample_reward, think_format_reward
 from groupwise.rewards.runtime.calling import call_rewards
-from groupwise.rewards.runtime.marking import is_per_sample_reward
+from groupwise.rewards.runtime.marking import mark_of
 from groupwise.rewards.runtime.partial import with_partial_results
 from groupwise.sandbox import isolated
 from groupwise.threads import CallExecutor, EventLoop
@@ -226,8 +226,9 @@ def test_per_sample_reward_marks_functions_and_partials():
     @per_sample_reward
     def marked(**_): ...
 
-    assert is_per_sample_reward(marked) and is_per_sample_reward(functools.partial(marked, x=1))
-    assert is_per_sample_reward(think_format_reward)
-    assert is_per_sample_reward(get_cosine_scaled_reward(max_len=8))
-    assert not is_per_sample_reward(isolated(lambda **_: []))  # it counts failed rows by the call
-    assert not is_per_sample_reward(lambda **_: [])
+    mark = "per_sample_reward"
+    assert mark_of(marked, mark) and mark_of(functools.partial(marked, x=1), mark)
+    assert mark_of(think_format_reward, mark)
+    assert mark_of(get_cosine_scaled_reward(max_len=8), mark)
+    assert not mark_of(isolated(lambda **_: []), mark)  # it counts failed rows by the call
+    assert not mark_of(lambda **_: [], mark)

@@ -25,7 +25,7 @@ from groupwise.policy.introspection import check_model, unwrapped
 from groupwise.random_state import preserved_state
 from groupwise.rewards.distillation import DistillationReward
 from groupwise.rewards.process import ProcessRewardModel, StepScorer, is_process_reward
-from groupwise.rewards.runtime.marking import is_per_sample_reward, mark_of
+from groupwise.rewards.runtime.marking import mark_of
 from groupwise.rewards.runtime.models import RewardModel, check_reward_tokenizer, reward_name, reward_names
 from groupwise.rewards.runtime.partial import with_partial_results
 from groupwise.rewards.texts import require
@@ -297,7 +297,8 @@ class RewardLoader:
             function.teacher = prepare(function.teacher)
         assert callable(function)
         # Partial calls start when a backend calls `SamplingOptions.on_finished`.
-        return function, with_partial_results(function) if is_per_sample_reward(function) else function, None
+        is_per_sample = mark_of(function, "per_sample_reward") is True
+        return function, with_partial_results(function) if is_per_sample else function, None
 
 
 def rounded_functions(rewards_FN: torch.Tensor, num_generations: int) -> list[int]:

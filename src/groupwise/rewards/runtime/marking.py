@@ -40,11 +40,6 @@ def with_settings(reward: Callable[..., Any], *settings: object) -> Callable[...
     return bound
 
 
-def is_per_sample_reward(reward: object) -> bool:
-    """Return True if the reward function, or the function inside a ``functools.partial``, is marked."""
-    return mark_of(reward, "per_sample_reward") is True
-
-
 def mark_of(reward: object, name: str) -> Any:
     """Return the attribute ``name`` of the reward function, or of that inside a ``functools.partial``."""
     inner = reward.func if isinstance(reward, functools.partial) else reward
