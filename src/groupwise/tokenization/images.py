@@ -246,13 +246,10 @@ def load_image(image: Image) -> Image:
     if not isinstance(source, (str, io.BytesIO)):
         return source
     try:
-        if isinstance(source, io.BytesIO):
-            from PIL import Image as PILImage
-
-            return PILImage.open(source)
+        from PIL import Image as PILImage
         from transformers.image_utils import load_image as load
 
-        return load(source)
+        return load(source) if isinstance(source, str) else PILImage.open(source)
     except Exception as error:
         shown = source if isinstance(source, str) else "the bytes of a dataset row"
         raise ConfigError(f"an image cannot be opened: {str(shown)[:200]!r}: {error}") from error
