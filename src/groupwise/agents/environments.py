@@ -145,10 +145,6 @@ class EnvironmentPool:
         self.types = {name: EnvironmentType(name, each) for name, each in factories.items()}
         self.rewards: dict[int, Future[Any]] = {}
 
-    def tools_by_type(self) -> list[list[Tool]]:
-        """Return the tools of the first instance of every type."""
-        return [each.tools(each.first) for each in self.types.values()]
-
     def reward_funcs(self) -> list[Callable[..., Any]]:
         """Return one reward function per class with ``get_reward``; it returns None for other rollouts."""
         classes = {each.cls: each for each in self.types.values() if each.has_reward}

@@ -55,7 +55,7 @@ class ToolLoop(AgentLoop):
         self.provides_tasks = pool is not None
         self.is_routed = pool is not None and pool.is_routed
         self._reported: set[tuple[str, str]] = set()
-        of_types = [] if pool is None else pool.tools_by_type()
+        of_types = [] if pool is None else [each.tools(each.first) for each in pool.types.values()]
         for own in of_types or [[]]:
             check_names([*self.tools, *own])
         self.all_tools = [*self.tools, *(tool for own in of_types for tool in own)]

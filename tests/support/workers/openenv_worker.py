@@ -99,7 +99,7 @@ def main() -> None:
         "results": [[m["content"] for m in text if m["role"] == "tool"] for text in rollout.texts],
         "rewards": reward(**rollout.extra, completions=rollout.texts),
         "turn_rewards": turn_reward(completions=again.texts, **again.extra),
-        "schema": environments.tools_by_type()[0][0].schema["function"],
+        "schema": environments.types[None].schemas["add"]["function"],
         "urls": [factory()._client.base_url for _ in range(3)],
         "session": asyncio.run(act_after_a_timeout(f"http://{address}")),
     }
