@@ -98,8 +98,11 @@ def sample_rollouts(trainer: GRPOTrainer) -> Any:
     return generate(trainer, rows)
 
 
-def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int]:
-    """Compare log-probs with plain forwards; return the number of images of each rollout."""
+def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any, **options: Any) -> list[int]:
+    """Compare log-probs with plain forwards; return the number of images of each rollout.
+
+    ``options`` are those of the image processor.
+    """
     trainer.model.eval()
     batch = trainer.collate(rollout)
     counts = []
@@ -110,7 +113,9 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
             pictures = images_of([*rollout.prompts[index], *rollout.texts[index]])
             inputs = {}
             if pictures:
-                inputs = dict(trainer.processing_class.image_processor(pictures, return_tensors="pt"))
+                inputs = dict(
+                    trainer.processing_class.image_processor(pictures, return_tensors="pt", **options)
+                )
             length = len(completion.token_ids)
             logits = trainer.model(input_ids=ids, **inputs).logits[0, -length - 1 : -1]
             plain = logits.log_softmax(-1).gather(1, ids[0, -length:, None])[:, 0]
@@ -120,10 +125,12 @@ def check_against_plain_forwards(trainer: GRPOTrainer, rollout: Any) -> list[int
 
 
 @pytest.mark.slow
-def test_images_of_tools_are_inputs_of_the_model(tmp_path):
-    trainer = make_trainer(tmp_path, tools=[measure])
+@pytest.mark.parametrize("options", [{}, {"do_normalize": False}], ids=["", "processor_kwargs"])
+def test_images_of_tools_are_inputs_of_the_model(options, tmp_path):
+    kwargs = {"processor_kwargs": options} if options else None
+    trainer = make_trainer(tmp_path, tools=[measure], chat_template_kwargs=kwargs)
     rollout = sample_rollouts(trainer)
-    counts = check_against_plain_forwards(trainer, rollout)
+    counts = check_against_plain_forwards(trainer, rollout, **options)
     of_tools = [len(images_of(text)) for text in rollout.texts]
     assert any(of_tools)
     assert any(
