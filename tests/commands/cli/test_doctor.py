@@ -326,9 +326,10 @@ def test_templates():
     assert "no effect" in texts(tokenizer_findings(tokenizer, [1], CHAT, {}), "warn")[0]
 
 
-def test_the_table_wraps():
+def test_the_table_wraps(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "51")
     rows = [findings.ok("one", "a b"), findings.warn("two", "word " * 12), findings.fail("three", "x\ny")]
-    shown = findings.table(rows, width=51)
+    shown = findings.table(rows)
     assert shown == (
         "ok    one            a b\n"
         "warn  two            word word word word word word\n"

@@ -33,6 +33,20 @@ def test_a_thread_that_does_not_run_gets_no_turn():
         thread.pause()
 
 
+def test_a_thread_gets_no_turn_of_another_one():
+    """As where a callback of a run evaluates another one, which would wait for ever."""
+
+    def of_other() -> None:
+        with pytest.raises(BackendError, match="'one' samples only while a sweep"):
+            thread.pause()
+
+    thread = TurnThread("one", lambda: thread.pause("mine"))
+    assert thread.advance() == "mine"
+    other = TurnThread("other", of_other)
+    assert other.advance() is None and other.error is None
+    thread.close()
+
+
 def test_each_thread_draws_its_own_random_numbers():
     expected = []
     threads, found = [], []

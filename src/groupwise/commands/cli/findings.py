@@ -85,13 +85,9 @@ def _plain(findings: Iterable[Finding]) -> list[dict[str, str]]:
     return [{**finding._asdict(), "text": redact(finding.text)} for finding in findings]
 
 
-def table(findings: Iterable[Finding], width: int | None = None) -> str:
-    """Format one row per finding; long texts are wrapped.
-
-    Args:
-        width: number of columns; default: width of the terminal.
-    """
-    width = width or min(shutil.get_terminal_size((110, 24)).columns, 140)
+def table(findings: Iterable[Finding]) -> str:
+    """Format one row per finding; long texts are wrapped to the width of the terminal."""
+    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
     room = max(width - _STATUS - _SUBJECT, 30)
     lines = []
     for status, subject, text in findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ class TurnThread:
         self.name, self.function = name, function
         self.error: BaseException | None = None
         self.has_ended, self._has_started = False, False
+        self._thread: threading.Thread | None = None
         self._turns: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._pauses: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._random, self._accelerate = get_state(), _accelerate_state()
@@ -61,9 +63,9 @@ class TurnThread:
         """End the turn, called in the thread; returns the ``answer`` of the next one.
 
         Raises:
-            BackendError: the thread does not run, so that no other turn would come.
+            BackendError: another thread calls it, which gets no turns.
         """
-        if self.has_ended or not self._has_started:
+        if threading.current_thread() is not self._thread:
             raise BackendError(
                 f"run {self.name!r} samples only while a sweep trains it; load its directory to evaluate it"
             )
@@ -79,6 +81,7 @@ class TurnThread:
             self.advance(ClosedError())
 
     def _run(self) -> None:
+        self._thread = threading.current_thread()
         try:
             self.function()
         except BaseException as error:
