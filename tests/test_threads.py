@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import wait
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +117,34 @@ def test_a_function_that_cancels_itself_fails(loop):
     (call,) = CallExecutor(loop=loop).run_all([Invocation(cancels)])
     with pytest.raises(RuntimeError, match="CancelledError"):
         call.result(LONG)
+
+
+def test_a_call_that_is_given_up_while_it_waits_is_not_made(loop, monkeypatch):
+    monkeypatch.setattr("groupwise.threads.MAX_CONCURRENT_CALLS", 1)
+    begun, leave, made = threading.Event(), threading.Event(), []
+
+    async def first():
+        begun.set()
+        while not leave.is_set():
+            await asyncio.sleep(0.01)
+
+    async def call(number):
+        made.append(number)
+
+    executor, environment = CallExecutor(loop=loop), object()
+    invocations = [
+        Invocation(first, environment),
+        *(Invocation(partial(call, 1), owner) for owner in (environment, None)),  # of a rollout; any other
+        Invocation(partial(call, 2)),
+    ]
+    executor.start(invocations)
+    assert begun.wait(LONG)
+    for given_up in invocations[1:3]:
+        executor.give_up(given_up, RuntimeError("the rollout was discarded"))
+    leave.set()
+    wait([invocations[0], invocations[3]], LONG)
+    loop.submit(asyncio.sleep(0.1)).result(LONG)
+    assert made == [2]
 
 
 def test_a_thread_has_the_callers_gradient_mode():

@@ -393,6 +393,8 @@ class CallExecutor:
             )
             for call in calls:
                 async with slots:
+                    if call.done():  # given up while it waited
+                        continue
                     try:
                         settle(call, await await_call(call.function, self.timeout, self.limited_by))
                     except TimeLimitError as problem:
