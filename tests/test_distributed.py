@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from accelerate import Accelerator
 
+import groupwise.distributed
 from groupwise.distributed import (
     RankSlice,
     RankStages,
     any_rank,
     broadcast_from_first,
+    gather_or_raise,
     gathers_in_forwards,
     is_sharded,
     largest,
     rows_of_rank,
 )
+from groupwise.errors import ConfigError, TrainingError
+from groupwise.threads import TimeLimitError
 
 
 def test_the_rows_of_all_ranks_are_disjoint_and_in_rank_order():
@@ -61,3 +67,22 @@ def test_without_a_process_group_a_failure_has_its_own_stage(monkeypatch):
     assert (
         stages.describe_failure(ValueError("x")) == "rank 0 failed in start: ValueError: x. Others: no answer"
     )
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (ConfigError("no rows"), ConfigError),
+        (TimeLimitError(2.0, "tool_timeout"), OSError),  # its constructor takes no message
+        (KeyError("answer"), TrainingError),  # of any class: it may not be picklable
+    ],
+)
+def test_the_error_of_a_rank_is_raised_on_the_others_whatever_its_class_takes(monkeypatch, failure, raised):
+    sent = []
+    monkeypatch.setattr(groupwise.distributed, "gather_object", lambda given: sent.extend(given) or given)
+    with pytest.raises(type(failure)) as own:
+        gather_or_raise(None, failure)
+    assert own.value is failure
+    monkeypatch.setattr(groupwise.distributed, "gather_object", lambda given: [*given, *sent])
+    with pytest.raises(raised, match=re.escape(f"rank 1: {sent[0][1]}")):
+        gather_or_raise(None, None)

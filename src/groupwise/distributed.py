@@ -85,8 +85,9 @@ def gather_or_raise(value: T, failure: Exception | None) -> list[T]:
     the process group, and then report a closed connection.
     """
     sent = failure
-    if failure is not None and not isinstance(failure, (GroupwiseError, OSError)):  # may not be picklable
-        sent = TrainingError(repr(failure))
+    if failure is not None and not isinstance(failure, GroupwiseError):
+        # Its class may take other arguments than a message, or may not be picklable.
+        sent = OSError(str(failure)) if isinstance(failure, OSError) else TrainingError(repr(failure))
     outcomes = gather_object([(value, sent)])
     if failure is not None:
         raise failure

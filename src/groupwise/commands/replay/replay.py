@@ -234,9 +234,8 @@ class RecordedSteps(GRPOTrainer):
     num_generations: int = 0
 
     def make_prompt_source(self) -> PromptSource:
-        return PromptSource(
-            lambda epoch: repeat(None), RankSlice(1)
-        )  # positions alone, of which none is taken
+        # Positions alone: no prompt is taken.
+        return PromptSource(lambda epoch: repeat(None), RankSlice(1))
 
     def refresh_settings(self, *, new_run: bool = False) -> None:
         """Apply the settings of the step; those of the loss that the run's sampler decided are recorded."""

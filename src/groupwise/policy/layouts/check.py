@@ -467,6 +467,6 @@ def _report(computer: Any, first: Way, way: Way, reason: str) -> None:
 
 
 def _unless_out_of_memory(error: Exception) -> Exception:
-    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+    if is_out_of_memory(error):
         raise error
     return error
