@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,11 +284,12 @@ def rebalanced(window: list[Any], length: int) -> list[Any]:
 
 
 def measure_files(clock: Clock, rollouts: Any, tokens: Any, group: int) -> dict[str, float]:
-    """Return bytes per token of the file of a generation, and of the tensors that a checkpoint contains."""
+    """Return bytes per token of the file of a generation, and of that of a checkpoint with its tensors."""
     import torch
 
+    from groupwise.hf.checkpointing import STATE, save_state
     from groupwise.records import Experience, OldAndRefLogps, RewardBatch
-    from groupwise.reporting.rollout_files import RolloutFiles, saved
+    from groupwise.reporting.rollout_files import RolloutFiles
 
     num_rows = len(rollouts)
     rewards = RewardBatch(torch.zeros(num_rows, 1), torch.ones(1), group, local=slice(0, num_rows))
@@ -302,12 +304,13 @@ def measure_files(clock: Clock, rollouts: Any, tokens: Any, group: int) -> dict[
         clock.phase("rollout file", write)
         (file,) = files.folder.glob("*.gz")
         size = file.stat().st_size
-    checkpoint = clock.phase("checkpoint", lambda: saved(experience))
+        clock.phase("checkpoint", save_state, folder, 0, 1, {"entries": [experience]})
+        saved = Path(folder, STATE.format(rank=0)).stat().st_size
     names = ("rollout file", "checkpoint")
     return {
         **{f"{name}, microseconds per token": clock.phases[name] for name in names},
         "rollout file, bytes per token": size / clock.num_tokens,
-        "checkpoint, bytes per token": len(checkpoint) / clock.num_tokens,
+        "checkpoint, bytes per token": saved / clock.num_tokens,
         "peak bytes per token with files": clock.peak(),
     }
 

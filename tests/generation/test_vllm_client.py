@@ -175,7 +175,7 @@ def test_a_sampled_token_has_twelve_bytes_of_ids_and_log_probs_and_one_version_i
     assert one.logps[::2] == logps[::2] and math.isnan(one.logps[1])
     many = make_completion([5] * 1001, [-1.0] * 1001, "stop", [(4, 1001)], None)
     assert many.token_ids.__sizeof__() - [].__sizeof__() == 8 * 1001  # without room for more
-    assert vars(many)["logps"].itemsize == 4 and vars(many)["versions"].strides == (0,)
+    assert vars(many)["logps"].itemsize == 4 and vars(many)["versions"].stride() == (0,)
 
 
 def test_a_server_that_reports_no_weights_of_tokens_is_asked_for_its_own(servers, fake):

@@ -230,10 +230,10 @@ DATA = [
     ),
     *edits_of(
         "records/serialization.py",
-        ('.to("cpu", copy=True)', ".cpu()", SERIALIZATION),
+        ("on_host.clone() if is_part else on_host", "on_host", SERIALIZATION),
         ('field.metadata.get("saved", True)', "True", SERIALIZATION),
         ("if id(value) not in known:\n            saved", "if True:\n            saved", SERIALIZATION),
-        ("tuple(value) if issubclass(kind, tuple) else list(value)", "list(value)", SERIALIZATION),
+        ("tuple(value) if issubclass(kind, tuple) else value", "value", SERIALIZATION),
     ),
     *edits_of(
         "data/budget.py",

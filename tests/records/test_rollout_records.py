@@ -6,11 +6,9 @@ Files: ``records/rollout.py``, ``records/tensors.py``.
 from __future__ import annotations
 
 import pickle
-from array import array
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from support.batches import token_batch
 from support.serialization import reloaded
@@ -82,24 +80,24 @@ def test_rows_sent_to_another_rank_carry_theirs_alone():
     assert kept_of(reloaded(sent)) == [ROWS[1], None]
 
 
-def test_numbers_of_a_completion_are_lists_for_readers_and_arrays_in_memory(tmp_path):
+def test_numbers_of_a_completion_are_lists_for_readers_and_tensors_in_memory_and_files():
     given = {"logps": [-0.5, -1.25], "versions": [3, 4]}
-    packed = Completion([5, 6], logps=array("d", given["logps"]), versions=array("i", given["versions"]))
+    packed = Completion([5, 6], **{name: torch.tensor(numbers) for name, numbers in given.items()})
     assert packed == Completion([5, 6], **given) and packed != Completion([5, 6])
     assert type(packed.logps) is list and [*packed.versions] == [3, 4]
     assert Completion([5, 6], **given).logps is given["logps"]  # a list stays the object that was given
     assert Completion([5]).logps is None and Completion([5]).versions is None
-    assert [type(value) for value in vars(pickle.loads(pickle.dumps(packed))).values()].count(array) == 2
-    # What files contain: lists.
-    assert vars(host_copy(packed)) == vars(host_copy(Completion([5, 6], **given)))
-    assert reloaded(packed) == packed and replace(packed, truncated=True).logps == given["logps"]
-    of_one_step = replace(packed, versions=np.broadcast_to(np.int32(3), 2))
+    for copy in (pickle.loads(pickle.dumps(packed)), reloaded(packed)):
+        assert copy == packed and [type(value) for value in vars(copy).values()].count(torch.Tensor) == 2
+    assert reloaded(Completion([5, 6], **given)) == packed  # of a file before, with lists
+    assert replace(packed, truncated=True).logps == given["logps"]
+    of_one_step = replace(packed, versions=torch.tensor(3).expand(2))
     assert of_one_step.versions == [3, 3] and type(of_one_step.versions[0]) is int
     assert reloaded(of_one_step) == pickle.loads(pickle.dumps(of_one_step)) == of_one_step
 
 
 def test_padded_log_probs_are_read_without_lists(monkeypatch):
-    rows = [array("d", [-0.5, -1.25]), [-2.0]]
+    rows = [torch.tensor([-0.5, -1.25]), [-2.0]]
     rollouts = RolloutBatch(
         [{}] * 2, [""] * 2, [[4]] * 2, [Completion([5] * len(row), logps=row) for row in rows], [""] * 2
     )
@@ -119,4 +117,4 @@ def test_padded_log_probs_are_read_without_lists(monkeypatch):
     monkeypatch.setattr(logprob, "pad_sequences", kept)
     logps_BT = collated.collate(rollouts).sampler_logps_BT
     assert torch.allclose(logps_BT, torch.tensor([[-0.5, -1.25], [-2.0, torch.nan]]), equal_nan=True)
-    assert [type(row) for row in next(rows for rows in padded if rows[1] == [-2.0])] == [array, list]
+    assert [type(row) for row in padded[-1]] == [torch.Tensor, list]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import pickle
 
@@ -13,7 +14,7 @@ from support.serialization import reloaded
 from groupwise import ConfigError
 from groupwise.core.metrics import Max, Mean
 from groupwise.records import Completion, ImageInputs, RolloutBatch, SamplingMask
-from groupwise.records.serialization import NotSaved, host_copy, load
+from groupwise.records.serialization import NotSaved, host_copy, load, to_bytes
 
 
 def test_a_view_is_copied_without_the_storage_around_it():
@@ -22,6 +23,21 @@ def test_a_view_is_copied_without_the_storage_around_it():
     assert copy.equal(whole[:, 1:3]) and copy.untyped_storage().nbytes() == 6 * 4
     parameter = torch.ones(2, requires_grad=True)
     assert not host_copy(parameter * 2).requires_grad
+
+
+def test_what_is_on_the_host_is_not_copied():
+    whole, ids = torch.arange(4), [5, 6]
+    copied = host_copy({"whole": whole, "ids": ids, "same": [ids, torch.ones(1).expand(3)]})
+    assert copied["whole"].data_ptr() == whole.data_ptr() and copied["ids"] is ids is copied["same"][0]
+    assert reloaded(copied)["same"][1].tolist() == [1.0] * 3
+
+
+def test_compressed_bytes_have_the_same_content():
+    value = {"ids": torch.arange(1000), "rows": [[5] * 1000]}
+    packed = to_bytes(value, compressed=True)
+    found = load(io.BytesIO(gzip.decompress(packed)))
+    assert found["ids"].equal(value["ids"]) and found["rows"] == value["rows"]
+    assert len(packed) < len(to_bytes(value)) / 2
 
 
 def test_records_and_containers_keep_their_types():

@@ -9,7 +9,7 @@ import torch
 
 
 def pad_sequences(
-    sequences: Sequence[Sequence[float]],
+    sequences: Sequence[Sequence[float] | torch.Tensor],
     value: float,
     *,
     left: bool = False,
@@ -36,8 +36,9 @@ def pad_sequences(
         if len(sequence):
             # Prompts: left, so that completions begin in one column.
             span = slice(width - len(sequence), None) if left else slice(len(sequence))
+            is_tensor = isinstance(sequence, torch.Tensor)
             # By way of an array: torch reads a list at a tenth of its speed.
-            row[span] = torch.frombuffer(array(code, sequence), dtype=of_code)
+            row[span] = sequence if is_tensor else torch.frombuffer(array(code, sequence), dtype=of_code)
     return padded.to(device) if device is not None else padded
 
 

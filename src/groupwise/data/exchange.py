@@ -15,7 +15,7 @@ from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import rows_of_rank
 from groupwise.errors import ConfigError
 from groupwise.records import Experience, MicroBatch
-from groupwise.records.serialization import host_copy, load
+from groupwise.records.serialization import load, to_bytes
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def all_to_all_objects(outgoing: Sequence[T], device: torch.device | str) -> lis
         the objects that the ranks sent to this one, in rank order.
     """
     rank = dist.get_rank()
-    payloads = [b"" if receiver == rank else _to_bytes(value) for receiver, value in enumerate(outgoing)]
+    payloads = [b"" if receiver == rank else to_bytes(value) for receiver, value in enumerate(outgoing)]
     sent = [len(payload) for payload in payloads]
     sent_sizes = torch.tensor(sent, device=device)
     received_sizes = torch.empty_like(sent_sizes)
@@ -48,12 +48,6 @@ def all_to_all_objects(outgoing: Sequence[T], device: torch.device | str) -> lis
         outgoing[rank] if sender == rank else cast(T, load(io.BytesIO(part.numpy().tobytes())))
         for sender, part in enumerate(buffer.cpu().split(received))
     ]
-
-
-def _to_bytes(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(host_copy(value), stream)
-    return stream.getvalue()
 
 
 def in_row_order(

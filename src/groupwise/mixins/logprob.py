@@ -74,8 +74,9 @@ class LogprobMixin:
         sampler_logps_BT = None  # without a separate sampler, which the loss would correct for
         if any(completion.logps is not None for completion in completions):
             # NaN for completions without log-probs and on padding.
-            # vars: an array where there is one; the attribute would copy it into a list.
-            logps = [vars(each)["logps"] or [math.nan] * len(each.token_ids) for each in completions]
+            # vars: a tensor where there is one; the attribute would copy it into a list.
+            given = [(vars(each)["logps"], len(each.token_ids)) for each in completions]
+            logps = [[math.nan] * count if own is None else own for own, count in given]
             sampler_logps_BT = pad_sequences(logps, math.nan, dtype=torch.float32, **pad)
         sampling_mask = tuple(completion.sampling_mask for completion in completions)
         if self.args.use_liger_kernel:  # its log-probs are of the full distribution, so all must be
@@ -92,7 +93,7 @@ class LogprobMixin:
             completion_mask_BT=length_mask(lengths, completion_ids_BT.shape[1], device=device),
             loss_mask_BT=loss_mask_BT,
             group_ids_B=torch.tensor(groups, device=device),
-            old_logps_BT=torch.full(completion_ids_BT.shape, math.nan, device=device),
+            old_logps_BT=torch.full((1, 1), math.nan, device=device).expand_as(completion_ids_BT),
             sampler_logps_BT=sampler_logps_BT,
             sampler=rollouts.sampler,
             images=None if rollouts.images is None else tuple(rollouts.images),
@@ -167,9 +168,8 @@ class LogprobMixin:
                 old_logps_BT = self._logps_of_rows(model, tokens, only, fill=math.nan)
                 if self.args.router_replay == "R2":
                     self.logprob_computer.replay.recorded = None
-                    of_rows = dict(
-                        zip(sorted(range(len(tokens)) if only is None else only), recorded, strict=True)
-                    )
+                    rows = sorted(range(len(tokens)) if only is None else only)
+                    of_rows = dict(zip(rows, recorded, strict=True))
                     tokens = replace(tokens, routed_experts=tuple(map(of_rows.get, range(len(tokens)))))
             # The reference is the model without its adapter, or another model, or None: β = 0.
             with self.reference.scoring(model) as reference:
@@ -187,15 +187,12 @@ class LogprobMixin:
             return list(window)
         with evaluation_mode(self.model), self.reference.scoring(self.model) as reference:
             assert reference is not None
-            return [
-                replace(
-                    batch,
-                    ref_logps_BT=self._logps_of_rows(reference, replace(batch, routed_experts=None), None),
-                )
-                if batch.ref_logps_BT is None
-                else batch
-                for batch in window
-            ]
+
+            def completed(batch: Experience) -> Experience:
+                own = replace(batch, routed_experts=None)  # a reference has routers of its own
+                return replace(batch, ref_logps_BT=self._logps_of_rows(reference, own, None))
+
+            return [completed(batch) if batch.ref_logps_BT is None else batch for batch in window]
 
     @torch.no_grad()
     def completion_logprobs(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from groupwise.core.metrics import Metrics
@@ -41,14 +39,14 @@ def runs_of_ones(mask: Sequence[int]) -> tuple[Span, ...]:
 
 
 class _Numbers:
-    """Field that reads as a list of numbers, and keeps an array that it was given: 4 bytes each, not 32."""
+    """Field that reads as a list of numbers, and keeps a tensor that it was given: 4 bytes each, not 32."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, record: Any, owner: type | None = None) -> Any:
         value = None if record is None else vars(record)[self.name]  # None: the default of the field
-        return value.tolist() if isinstance(value, array | np.ndarray) else value
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
     def __set__(self, record: Any, value: Any) -> None:
         vars(record)[self.name] = value
@@ -64,7 +62,7 @@ class Completion:
 
     token_ids: tokens after the prompt, with the end token if there is one.
     logps: log-probs under the sampling distribution, NaN for a token without one; None: the sampler is the
-        policy itself, or reported none. As ``versions`` a new list each time if an array was given.
+        policy itself, or reported none. As ``versions`` a new list each time if a tensor was given.
     loss_mask: 1 for sampled tokens, 0 for tokens of tools and environments; None: all sampled.
     truncated: the length limit ended the completion, not an end token.
     versions: optimizer step of the weights that sampled each token; None: the sampler is the policy itself.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, Any
 
@@ -33,11 +36,11 @@ class NotSaved:
 
 
 def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = None) -> Any:
-    """Copy tensors, containers and records to the host, in the form that ``torch.save`` writes.
+    """Return tensors, containers and records on the host, in the form that ``torch.save`` writes.
 
-    A tensor is copied without the storage that it is a view of. A record or tensor that occurs several times
-    stays one object, as the image inputs of a group. Fields with ``saved=False`` in their metadata get their
-    default.
+    What is there already is not copied, but a tensor without the larger storage that it is a view of. A
+    record or tensor that occurs several times stays one object, as the image inputs of a group. Fields with
+    ``saved=False`` in their metadata get their default.
 
     Args:
         name: expression of ``value``, for the message.
@@ -50,16 +53,18 @@ def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = N
         return value
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
-            known[id(value)] = value.detach().to("cpu", copy=True)
+            on_host = value.detach().cpu()
+            is_part = on_host.untyped_storage().nbytes() > on_host.nbytes
+            known[id(value)] = on_host.clone() if is_part else on_host
         return known[id(value)]
     if isinstance(value, np.generic):
         return host_copy(value.item(), name)
     if isinstance(value, NotSaved):
         return None
     if isinstance(value, list | tuple):
-        if not set(map(type, value)) <= _PLAIN:  # most lists are token ids
+        if kind not in (list, tuple) or not set(map(type, value)) <= _PLAIN:  # most lists are token ids
             value = [host_copy(entry, f"{name}[{i}]", known) for i, entry in enumerate(value)]
-        return tuple(value) if issubclass(kind, tuple) else list(value)
+        return tuple(value) if issubclass(kind, tuple) else value
     if isinstance(value, dict):
         return {
             host_copy(key, f"a key of {name}"): host_copy(entry, f"{name}[{key!r}]", known)
@@ -68,12 +73,20 @@ def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = N
     if is_dataclass(value) and not isinstance(value, type):
         if id(value) not in known:
             saved = [field.name for field in fields(value) if field.metadata.get("saved", True)]
-            known[id(value)] = kind(**{n: host_copy(getattr(value, n), f"{name}.{n}", known) for n in saved})
+            known[id(value)] = kind(**{n: host_copy(vars(value)[n], f"{name}.{n}", known) for n in saved})
         return known[id(value)]
     raise ConfigError(
         f"{name} holds a {kind.__name__}, which a checkpoint cannot contain; allowed: tensors, numbers, "
         "strings, and lists, tuples and dictionaries of them"
     )
+
+
+def to_bytes(value: Any, name: str = "value", *, compressed: bool = False) -> bytes:
+    """Return what ``torch.save`` writes of :func:`host_copy`, or a gzip file of it."""
+    content = io.BytesIO()
+    with gzip.GzipFile("", "wb", 1, content) if compressed else nullcontext(content) as file:
+        torch.save(host_copy(value, name), file)  # type: ignore[arg-type]
+    return content.getvalue()
 
 
 def load(file: str | IO[bytes], *classes: type) -> Any:

@@ -33,7 +33,7 @@ from groupwise.files import read_json, replace_file
 from groupwise.policy.introspection import adapters_of
 from groupwise.random_state import get_state
 from groupwise.records import ImageInputs, MicroBatch, RewardBatch, RolloutBatch
-from groupwise.records.serialization import host_copy, load
+from groupwise.records.serialization import load, to_bytes
 from groupwise.reporting.callback import GRPOCallback
 from groupwise.reporting.metrics_file import earlier_path
 from groupwise.reporting.table import plain_text
@@ -160,7 +160,8 @@ class RolloutFiles(GRPOCallback):
                 replace(rewards, columns={}, metrics={}),
                 get_state()[2],
             )
-            self._write("generation", step, {**vars(record), "images": digests}, part)
+            name = file_name("generation", step, args.process_index, part)
+            self._write(name, {**vars(record), "images": digests})
 
     def on_window_begin(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, window: Sequence[MicroBatch]
@@ -212,14 +213,14 @@ class RolloutFiles(GRPOCallback):
         record.corrects_for_sampler = settings.vllm_importance_sampling_mode is not None
         with log_boundary(logger, f"step {record.step} in {self.folder}"):
             computed = [{**vars(rows), "loss": float(rows.loss)} for rows in record.computed]
-            self._write("step", record.step, {**vars(record), "computed": computed})
+            self._write(file_name("step", record.step, record.rank), {**vars(record), "computed": computed})
 
     # Files.
 
-    def _write(self, kind: str, step: int, values: dict[str, Any], part: int | None = None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = file_name(kind, step, self.trainer.args.process_index, part)
-        replace_file(self.folder / name, gzip.compress(saved(values, kind), 1))
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, to_bytes(values, name.partition("-")[0], compressed=True))
 
     def _store_images(
         self, images: Sequence[ImageInputs] | None
@@ -228,11 +229,9 @@ class RolloutFiles(GRPOCallback):
         if images is None:
             return None, None
         for row in {id(row): row for row in images}.values():
-            path = self.folder / "images" / f"{row.digest}.pt.gz"
-            if not row.digest or path.exists():
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, gzip.compress(saved(dict(row.arrays)), 1))
+            name = f"images/{row.digest}.pt.gz"
+            if row.digest and not (self.folder / name).exists():
+                self._write(name, dict(row.arrays))
         return list(_without_arrays(images) or ()), [row.digest for row in images]
 
 
@@ -243,13 +242,6 @@ def _without_arrays(images: Sequence[ImageInputs] | None) -> tuple[ImageInputs, 
 def file_name(kind: str, step: int, rank: int, part: int | None = None) -> str:
     """Return the name of a file of :data:`FOLDER`."""
     return f"{kind}-{step:06d}{'' if part is None else f'.{part}'}.rank{rank}.pt.gz"
-
-
-def saved(values: Any, name: str = "value") -> bytes:
-    """Return the bytes that ``torch.save`` writes of records; ``name`` stands in messages."""
-    content = io.BytesIO()
-    torch.save(host_copy(values, name), content)
-    return content.getvalue()
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:

@@ -17,8 +17,9 @@ from transformers import TrainingArguments
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.redact import masked, redacted_json
 from groupwise.errors import ConfigError
+from groupwise.records.serialization import to_bytes
 from groupwise.reporting.model_card import public_name
-from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name, saved
+from groupwise.reporting.rollout_files import FOLDER, HEADER, Recording, file_name
 
 #: Settings of ``TrainingArguments`` that an update depends on.
 _OF_THE_UPDATE = (
@@ -77,7 +78,7 @@ def write_bundle(recording: Recording, step: int, file: Path) -> int:
             "settings": _settings(record.settings),
             "computed": [vars(rows) for rows in record.computed],
         }
-        parts[file_name("step", step, rank).removesuffix(".gz")] = saved(values)
+        parts[file_name("step", step, rank).removesuffix(".gz")] = to_bytes(values)
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w", zipfile.ZIP_LZMA) as archive:
         for name, data in parts.items():

@@ -7,13 +7,13 @@ import io
 import math
 import zlib
 from abc import abstractmethod
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, json_dict, sampler_settings
@@ -146,13 +146,13 @@ def make_completion(
         finish_reason: "length" if the limit ended the sample, else "stop".
         sampling_mask: of its positions; None: not requested.
     """
-    logps_T = np.asarray(logps, dtype=np.float32)  # as vLLM computes them
-    steps, lengths = np.array(versions, dtype=np.int32).T
+    logps_T = torch.from_numpy(np.array(logps, dtype=np.float32))  # as vLLM computes them
+    steps, lengths = torch.tensor(versions, dtype=torch.int32).T
     # Weights of one step, the usual case, are one number however many tokens they sampled.
-    versions_T = np.broadcast_to(steps, lengths) if len(steps) == 1 else np.repeat(steps, lengths)
+    versions_T = steps.expand(int(lengths)) if len(steps) == 1 else steps.repeat_interleave(lengths)
     return Completion(
         [*map(_IDS.setdefault, token_ids, token_ids)][:],  # a copy has no room for more
-        logps=array("f", np.where(logps_T > NO_LOGPROB, logps_T, np.float32(math.nan)).tobytes()),  # type: ignore[arg-type]
+        logps=logps_T.masked_fill_(logps_T <= NO_LOGPROB, math.nan),  # type: ignore[arg-type]
         truncated=finish_reason == "length",
         versions=versions_T,  # type: ignore[arg-type]
         sampling_mask=sampling_mask,

@@ -616,13 +616,11 @@ class VLLMServers:
         Returns:
             by address, the answers of all workers of a server, or of those of its first data-parallel engine.
         """
-
-        def results(answer: dict[str, Any]) -> list[Any]:
-            return [answer["results"][0], *answer["results"][1:]]  # at least one
-
-        rpc, body, doing = "/collective_rpc", {"method": method, "kwargs": given}, f"calling {method}"
+        rpc, body = "/collective_rpc", {"method": method, "kwargs": given}
+        # At least one result.
+        doing, read = f"calling {method}", lambda answer: [answer["results"][0], *answer["results"][1:]]
         try:
-            return self.on_all(lambda s: s.once("POST", rpc, body, doing=doing, read=results), url)
+            return self.on_all(lambda s: s.once("POST", rpc, body, doing=doing, read=read), url)
         except LostAnswerError as error:
             if method not in str(error):
                 raise
