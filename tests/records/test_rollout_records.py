@@ -48,6 +48,21 @@ def test_rows_are_selected_split_and_joined_with_their_kept_tokens():
     assert kept_of(tokens.to("cpu")) == ROWS
 
 
+def test_groups_of_rows_of_several_batches_keep_padding_values_and_shared_tensors():
+    wide, narrow = batch(), replace(batch(ROWS[:2], 3), old_logps_BT=torch.full((2, 3), -2.0))
+    made = TokenBatch.regroup([wide, narrow], [[1, 4], [5], []])
+    assert [kept_of(part) for part in made] == [[ROWS[1], ROWS[0]], [ROWS[1]], []]
+    assert [part.completion_ids_BT.shape for part in made] == [(2, 3), (1, 1), (0, 1)]
+    assert made[0].old_logps_BT[1].tolist() == [-2.0] * 3 and made[0].old_logps_BT[0].isnan().all()
+    for part in made:  # one tensor is one mask of loss and of real tokens, as before
+        assert part.loss_mask_BT is part.completion_mask_BT
+        assert part.completion_ids_BT.untyped_storage().nbytes() == part.completion_ids_BT.nbytes
+    # One object for prompts and completions is two fields, which lose columns on different sides.
+    ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 0]])
+    both = token_batch(ids, mask.flip(1), ids, mask).select([0])
+    assert (both.prompt_ids_BL.item(), both.completion_ids_BT.item()) == (6, 5)
+
+
 def test_a_batch_without_kept_tokens_beside_one_with_them_keeps_the_whole_vocabulary():
     plain = token_batch(*[torch.ones(2, 3).long()] * 4)
     assert plain.sampling_mask is None
@@ -56,8 +71,10 @@ def test_a_batch_without_kept_tokens_beside_one_with_them_keeps_the_whole_vocabu
 
 
 def test_shortened_completions_lose_the_kept_tokens_behind_them():
-    short = batch().shortened(1, 1)
-    assert kept_of(short) == [[[3, 4]], [[6, 7, 8]], None, [[9]]]
+    tokens = batch()
+    shorter = replace(tokens, completion_mask_BT=(torch.arange(4) < 1).long().expand(4, 4))
+    assert kept_of(shorter.select(range(4))) == [[[3, 4]], [[6, 7, 8]], None, [[9]]]
+    assert shorter.select(range(4)).completion_ids_BT.shape == (4, 1)
 
 
 def test_experience_and_checkpoints_hold_them():

@@ -121,32 +121,30 @@ def cut_anew(snapshot: dict[str, Any], size: int, ranks: int = 1) -> dict[str, A
 
 
 def exchange(
-    batch: MicroBatch,
+    window: Sequence[MicroBatch],
     held: Sequence[range],
     plan: Sequence[Sequence[Sequence[int]]],
     rank: int,
     all_to_all: Callable[[list[MicroBatch | None]], list[MicroBatch | None]],
-) -> MicroBatch | None:
+) -> list[MicroBatch]:
     """Send each row to the rank that trains on it.
 
     Args:
-        batch: this rank's rows of the window.
+        window: this rank's rows.
         held: row indices by the rank that sampled them.
         plan: row indices of the micro-batches by the rank that trains on them.
         all_to_all: sends entry r to rank r and returns those for this rank. A collective.
 
     Returns:
-        the rows that the plan gives to this rank, in the order of their indices; None if it has none.
+        the rows that the plan gives to this rank, in the order of their indices; a batch may have none.
     """
     assigned = [sorted(row for part in parts for row in part) for parts in plan]  # by receiving rank
     local = [[row - held[rank].start for row in wanted if row in held[rank]] for wanted in assigned]
-    pieces: list[MicroBatch | None] = [None] * len(plan)
+    parts = MicroBatch.regroup(window, local)  # by receiving rank; some have no rows
+    pieces = [part if len(part) and receiver != rank else None for receiver, part in enumerate(parts)]
     # A collective: every rank decides by the whole plan, and so alike.
     if any(row not in held[receiver] for receiver, wanted in enumerate(assigned) for row in wanted):
-        pieces = all_to_all(
-            [batch.select(sent) if sent and receiver != rank else None for receiver, sent in enumerate(local)]
-        )
-    pieces[rank] = batch.select(local[rank]) if local[rank] else None  # rows that stay are not serialized
+        pieces = all_to_all(pieces)
+    pieces[rank] = parts[rank]  # rows that stay are not serialized
     # Pieces come in rank order, and a rank's rows in order: together they ascend.
-    present = [piece.to(batch.completion_ids_BT.device) for piece in pieces if piece is not None]
-    return MicroBatch.concatenate(present) if present else None
+    return [piece.to(window[0].completion_ids_BT.device) for piece in pieces if piece is not None]

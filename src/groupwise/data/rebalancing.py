@@ -103,7 +103,7 @@ class WindowRows:
 
     @classmethod
     def of(cls, batch: MicroBatch, budget: MicroBatchBudget) -> WindowRows:
-        """Read the lengths of this rank's rows: one transfer to the host."""
+        """Read the lengths of rows of this rank: one transfer to the host."""
         gradient_B = rows_with_gradient(batch, batch.advantages_BX, budget)
         lengths = (batch.prompt_mask_BL.sum(-1), batch.completion_mask_BT.sum(-1))  # (B,) tokens each
         columns = (*lengths, batch.group_ids_B, gradient_B.long())
@@ -166,34 +166,34 @@ def rebalance(
     Returns:
         this rank's micro-batches, as many as before: None first, where fewer suffice; and the work saved.
     """
-    batch = MicroBatch.concatenate(window)  # (B, ...) rows of this rank, padded to the longest
-    own = WindowRows.of(batch, budget)
+    own = WindowRows.concatenate([WindowRows.of(batch, budget) for batch in window])
+    own, count = replace(own, rows_per_rank=[sum(own.rows_per_rank)]), sum(own.rows_per_rank)  # B rows
     if budget.fixed:  # the loss is not a sum over rows, so no row may change its micro-batch
         size = len(window[0])
-        whole = [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
-        return list(window), _window_stats(own.shape, len(batch), whole, "padded", 1)
+        whole = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+        return list(window), _window_stats(own.shape, count, whole, "padded", 1)
     rows = WindowRows.concatenate(gather([own]))  # N rows of all ranks: lengths alone
     planned = plan(rows, layout, budget, len(window))
     mine = planned[budget.rank]
-    batch = batch.with_fields(rows.fields)  # log-probs of a separate sampler, which only other ranks have
+    # Log-probs of a separate sampler, which only other ranks have.
+    window = [batch.with_fields(rows.fields) for batch in window]
     kept = sorted(row for part in mine for row in part)
-    received: MicroBatch | None = batch  # with one rank no copy: rows keep their places
-    place = {row: index for index, row in enumerate(kept if budget.world_size > 1 else range(len(batch)))}
+    received = window  # with one rank no copy: rows keep their places
+    place = {row: index for index, row in enumerate(kept if budget.world_size > 1 else range(count))}
     if budget.world_size > 1:
         held = [rows.of_rank(rank) for rank in range(budget.world_size)]
-        received = exchange(batch, held, planned, budget.rank, all_to_all)
+        received = exchange(window, held, planned, budget.rank, all_to_all)
     # Without rows, a rank computes its shortest one with weight zero: every rank runs as many forwards.
-    shortest = min(range(len(batch)), key=lambda row: own.shape.group_tokens([row]))
+    shortest = min(range(count), key=lambda row: own.shape.group_tokens([row]))
     batches = [
-        received.select([place[row] for row in part])
-        if part and received is not None
-        else _without_weight(batch.select([shortest]))
-        for part in mine
+        batch if len(batch) else _without_weight(MicroBatch.regroup(window, [[shortest]])[0])
+        for batch in MicroBatch.regroup(received, [[place[row] for row in part] for part in mine])
     ]
     skipped = [row for row, has_gradient in enumerate(own.has_gradient) if not has_gradient]
     stats = replace(
         _window_stats(rows.shape, sum(rows.has_gradient), mine, layout, budget.world_size),
-        skipped_weight=batch.sequence_weight_B1[skipped].sum(),  # they count in the logs, with loss zero
+        # They count in the logs, with loss zero.
+        skipped_weight=torch.cat([batch.sequence_weight_B1 for batch in window])[skipped].sum(),
     )
     return [None] * (len(window) - len(batches)) + batches, stats
 

@@ -34,9 +34,10 @@ class _Axis:
     fill: Any = 0
 
     def padded(self, tensor: torch.Tensor, width: int) -> torch.Tensor:
-        """Pad the second axis of a tensor to ``width``."""
+        """Pad the second axis of a tensor to ``width``; one of this width is not copied."""
         gap = width - tensor.shape[1]
-        return F.pad(tensor, (gap, 0) if self.side == "prompt" else (0, gap), value=self.fill)
+        sides = (gap, 0) if self.side == "prompt" else (0, gap)
+        return F.pad(tensor, sides, value=self.fill) if gap else tensor
 
 
 _PROMPT = {"axis": _Axis("prompt")}
@@ -138,19 +139,12 @@ class TokenBatch(WithoutKeys):
 
     def split(self, rows: int) -> list[Self]:
         """Split into batches of ``rows`` sequences (the last may be smaller), without all-padding columns."""
-        return [
-            self.select(range(start, min(start + rows, len(self)))) for start in range(0, len(self), rows)
-        ]
+        starts = range(0, len(self), rows)
+        return self.regroup([self], [range(start, min(start + rows, len(self))) for start in starts])
 
     def select(self, rows: Sequence[int]) -> Self:
         """Select rows, without all-padding columns."""
-        index = torch.tensor(list(rows), device=self.completion_ids_BT.device)
-        masks = self.prompt_mask_BL[index], self.completion_mask_BT[index]
-        longest = torch.stack([mask.sum(-1).max() for mask in masks]).clamp(min=1)  # (2,): one read
-        names = self.row_fields().keys() - self.tensors().keys()
-        lists: dict[str, Any] = {name: tuple(getattr(self, name)[row] for row in rows) for name in names}
-        part = self._replace(**lists).shortened(*longest.tolist())  # views: the columns are not copied
-        return part._replace(**{name: tensor[index] for name, tensor in part.tensors().items()})
+        return self.regroup([self], [rows])[0]
 
     def with_fields(self, names: Collection[str]) -> Self:
         """Set those of these fields that are None to their fill value."""
@@ -167,45 +161,57 @@ class TokenBatch(WithoutKeys):
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
-        """Concatenate the rows of batches, padded to common widths.
+        """Return the rows of batches as one batch; see :meth:`regroup`."""
+        return cls.regroup(batches, [range(sum(map(len, batches)))])[0]
+
+    @classmethod
+    def regroup(cls, batches: Sequence[Self], groups: Sequence[Sequence[int]]) -> list[Self]:
+        """Return a batch of each group of rows, counted through all batches, without all-padding columns.
 
         A field that some batches lack gets its fill value there (sampling mask: the whole vocabulary);
-        advantages per sequence are expanded to tokens beside token-wise ones.
+        advantages per sequence are expanded to tokens beside token-wise ones. Fields that are one tensor stay
+        one. Memory holds the result and one field of all rows, not another copy of the rows.
         """
         names = {name for batch in batches for name in batch.row_fields()}
         batches = [batch.with_fields(names) for batch in batches]
-        joined: dict[str, Any] = {}
-        for name in names:
-            parts, axis = [getattr(batch, name) for batch in batches], _axes(cls)[name]
-            if axis.side == "list":
-                joined[name] = tuple(entry for part in parts for entry in part)
-                continue
-            if axis.side == "completion" and any(part.shape[1] > 1 for part in parts):
-                pairs = zip(parts, batches, strict=True)  # one value per sequence becomes one per token
-                parts = [part.expand(batch.completion_ids_BT.shape) for part, batch in pairs]
-            if axis.side != "row":
-                width = max(part.shape[1] for part in parts)
-                parts = [axis.padded(part, width) for part in parts]
-            joined[name] = torch.cat(parts)
-        return batches[0]._replace(**joined)
-
-    def shortened(self, prompt_tokens: int, completion_tokens: int) -> Self:
-        """Keep the last columns of the prompts and the first columns of the completions."""
-        part: dict[str, Any] = {}
-        for name, tensor in self.tensors().items():
-            side = _axes(self)[name].side
-            if side == "prompt":
-                part[name] = tensor[:, -prompt_tokens:]
-            elif side == "completion":
-                part[name] = tensor[:, :completion_tokens]
-        if self.sampling_mask is not None:
-            part["sampling_mask"] = tuple(
-                None if row is None else row.first(completion_tokens) for row in self.sampling_mask
-            )
-        return self._replace(**part)
+        masks = [[b.prompt_mask_BL for b in batches], [b.completion_mask_BT for b in batches]]
+        lengths = torch.stack([torch.cat([mask.sum(-1) for mask in side]) for side in masks])  # (2, B)
+        widths = (  # of the prompts and of the completions of each group: one read
+            [max([1, *(of_rows[row] for row in rows)]) for rows in groups] for of_rows in lengths.tolist()
+        )
+        indexes = [torch.tensor(list(rows), dtype=torch.long, device=lengths.device) for rows in groups]
+        of_groups = list(zip(groups, indexes, *widths, strict=True))
+        keys = {n: (_axes(cls)[n], *(id(getattr(batch, n)) for batch in batches)) for n in names}
+        different = {key: name for name, key in keys.items()}  # fields that are not one tensor
+        made = {key: _regrouped(batches, name, of_groups) for key, name in different.items()}
+        parts = [{name: made[key][i] for name, key in keys.items()} for i in range(len(groups))]
+        return [batches[0]._replace(**part) for part in parts]
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
+
+
+def _regrouped(batches: Sequence[TokenBatch], name: str, groups: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return a field of each group: rows, their index, and longest prompt and completion."""
+    parts, axis = [getattr(batch, name) for batch in batches], _axes(batches[0])[name]
+    if axis.side == "list":
+        entries = [entry for part in parts for entry in part]
+        first = SamplingMask.first if name == "sampling_mask" else lambda entry, width: entry
+        return [
+            tuple(None if entries[row] is None else first(entries[row], width) for row in rows)
+            for rows, _, _, width in groups
+        ]
+    if axis.side == "completion" and any(part.shape[1] > 1 for part in parts):
+        pairs = zip(parts, batches, strict=True)  # one value per sequence becomes one per token
+        parts = [part.expand(batch.completion_ids_BT.shape) for part, batch in pairs]
+    if axis.side != "row":
+        width = max(part.shape[1] for part in parts)
+        parts = [axis.padded(part, width) for part in parts]
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    # Views, so that columns of padding are not copied.
+    if axis.side == "prompt":
+        return [whole[:, -width:][index] for _, index, width, _ in groups]
+    return [(whole if axis.side == "row" else whole[:, :width])[index] for _, index, _, width in groups]
 
 
 @dataclass(frozen=True)
