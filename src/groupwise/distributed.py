@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from groupwise.compat.torch import process_group_store
-from groupwise.compat.transformers import is_fsdp_managed, is_zero3_enabled
 from groupwise.errors import ConfigError, GroupwiseError, TrainingError, warn_once
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 def gathers_in_forwards(accelerator: Accelerator) -> bool:
     """Return True under FSDP and ZeRO-3: a prepared model gathers its parameters in every forward pass."""
-    return accelerator.distributed_type == DistributedType.FSDP or is_zero3_enabled()
+    return accelerator.distributed_type == DistributedType.FSDP or is_deepspeed_zero3_enabled()
 
 
 def requires_lockstep_forwards(model: torch.nn.Module) -> bool:
     """Return True under ZeRO-3 and FSDP: ranks dead-lock unless all run the same number of forwards."""
-    return is_zero3_enabled() or is_fsdp_managed(model)
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
 
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:

@@ -404,7 +404,7 @@ def test_stateful_models_use_the_loop_of_generate(monkeypatch):
 
 def test_ranks_that_share_parameters_use_the_loop_of_generate(monkeypatch):
     model = tiny("llama")
-    monkeypatch.setattr("groupwise.distributed.is_fsdp_managed", lambda _: True)
+    monkeypatch.setattr("groupwise.distributed.is_fsdp_managed_module", lambda _: True)
     monkeypatch.setattr("groupwise.generation.transformers_backend.decode_groups", None)  # would fail
     rows = TransformersBackend(lambda: model, settings()).generate(PROMPTS)
     assert rows == by_generate(model, PROMPTS, settings(), monkeypatch)

@@ -75,7 +75,7 @@ def test_settings_are_refused_before_anything_is_built(tmp_path, settings, messa
 @pytest.mark.vllm
 def test_zero3_with_a_transformers_engine_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    monkeypatch.setattr(colocate, "is_zero3_enabled", lambda: True)
+    monkeypatch.setattr(colocate, "is_deepspeed_zero3_enabled", lambda: True)
     assert "set vllm_model_impl='vllm'" in refused(tmp_path, vllm_model_impl="transformers")
 
 

@@ -21,7 +21,7 @@ def card(make_args):
             "tags": [],
             "args": make_args(**(settings or {})),
         } | changes
-        args, config = given.pop("args"), SimpleNamespace(_name_or_path=given.pop("base_model"))
+        args, config = given.pop("args"), SimpleNamespace(name_or_path=given.pop("base_model"))
         write_model_card(SimpleNamespace(args=args, model=SimpleNamespace(config=config)), **given)
         return Path(args.output_dir, "README.md").read_text()
 

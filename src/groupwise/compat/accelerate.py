@@ -18,13 +18,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return should_reduce_batch_size(error)
 
 
-def clear_device_cache() -> None:
-    """Collect garbage and release cached device memory."""
-    from accelerate.utils.memory import clear_device_cache
-
-    clear_device_cache(garbage_collection=True)
-
-
 def without_buffer_broadcast(handler: DistributedDataParallelKwargs) -> DistributedDataParallelKwargs:
     """Return ``handler`` without a broadcast of buffers in a forward; torch 2.13 renamed it."""
     import inspect

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import (
         GenerationConfig,
         LogitsProcessorList,
-        PretrainedConfig,
         PreTrainedModel,
         StoppingCriteriaList,
         Trainer,
@@ -49,20 +48,6 @@ def _never_called(*_: object, **__: object) -> None:
     raise AssertionError("the trainer overrides compute_loss")
 
 
-def is_zero3_enabled() -> bool:
-    """Return True if DeepSpeed ZeRO-3 partitions the parameters."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    return is_deepspeed_zero3_enabled()
-
-
-def is_fsdp_managed(model: nn.Module) -> bool:
-    """Return True if FSDP shards the parameters of ``model``."""
-    from transformers.integrations.fsdp import is_fsdp_managed_module
-
-    return is_fsdp_managed_module(model)
-
-
 def keep_undivided_layers(model: PreTrainedModel) -> None:
     """Remove classes that ``model`` does not have from those whose modules FSDP shards as a unit.
 
@@ -71,19 +56,6 @@ def keep_undivided_layers(model: PreTrainedModel) -> None:
     classes, named = {type(module).__name__ for module in model.modules()}, model._no_split_modules
     if named and not classes.issuperset(named):
         model._no_split_modules = type(named)(name for name in named if name in classes)
-
-
-def name_or_path(config: PretrainedConfig | None) -> str:
-    """Return the hub id or directory that a model was loaded from, or ""."""
-    return getattr(config, "_name_or_path", "") or ""
-
-
-def image_text_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that ``AutoModelForImageTextToText`` creates for ``config``, or None."""
-    from transformers import AutoModelForImageTextToText
-
-    found = AutoModelForImageTextToText._model_mapping.get(type(config), None)
-    return found if isinstance(found, type) else None
 
 
 def attention_implementation(model: PreTrainedModel) -> str:
@@ -140,13 +112,6 @@ def supports_attention_interface(model: PreTrainedModel) -> bool:
 def supports_sdpa(model: PreTrainedModel) -> bool:
     """Return True if ``model`` loads with "sdpa"; Gemma 2 does not since 5.24."""
     return bool(getattr(model, "_supports_sdpa", False))
-
-
-def sdpa_attention_forward() -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return the attention function registered as "sdpa"."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward
 
 
 #: Function of many modeling files, which the forward of a mixture of experts calls by this name.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.compat.deepspeed import gathered
-from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import sampler_settings
 from groupwise.core.padding import length_mask, pad_sequences
@@ -424,7 +424,7 @@ def make_backend(
         GenerationConfig(**settings),
         config,
         pad_to_multiple_of=cast("int | None", config.pad_to_multiple_of),  # "auto" is resolved
-        gather_weights=is_zero3_enabled() and config.ds3_gather_for_generation,
+        gather_weights=is_deepspeed_zero3_enabled() and config.ds3_gather_for_generation,
     )
     path = decoding_path(policy(), backend.config_of(RUN_SETTINGS))
     if backend.records_experts and path.reason:

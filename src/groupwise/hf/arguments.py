@@ -19,7 +19,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedModel
 
 from groupwise.compat import check_version
-from groupwise.compat.transformers import name_or_path
 from groupwise.compat.trl import RENAMED_ARGUMENTS, TRL_DEFAULTS, TRL_HOOKS, TRL_VERSION, AbsentAttribute
 from groupwise.config.grpo_config import GRPOConfig, resolve
 from groupwise.config.settings import default_of, refuse_unknown
@@ -47,7 +46,7 @@ _LOCAL = ("/", "./", "../", "~")
 
 def model_name(model: str | PreTrainedModel) -> str:
     """Return the last component of a model's hub id or directory."""
-    path = model if isinstance(model, str) else name_or_path(model.config)
+    path = model if isinstance(model, str) else model.config.name_or_path
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
 

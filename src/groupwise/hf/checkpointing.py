@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from groupwise.compat.deepspeed import convert_to_universal, expect_universal, is_partitioned
-from groupwise.compat.transformers import TRAINER_STATE, name_or_path
+from groupwise.compat.transformers import TRAINER_STATE
 from groupwise.config.changes import Snapshot, fit_processes
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import gather_or_raise
@@ -319,7 +319,7 @@ def policy_record(model: CausalLM, digests: Mapping[str, str]) -> dict[str, Any]
     """Return what a resumed run compares: base model, configurations of adapters, digests, as in JSON."""
     adapters = model.peft_config if has_adapter(model) else {}
     configs = {name: adapter.to_dict() for name, adapter in adapters.items()}
-    base = name_or_path(without_adapter(model).config)
+    base = without_adapter(model).config.name_or_path
     record = {"base_model": base, "adapters": configs, "weights": digests}
     return json.loads(json.dumps(record, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
 
@@ -398,7 +398,7 @@ def check_loaded(directory: str, model: CausalLM, digests: Mapping[str, str]) ->
         logger.warning("the loaded weights are not compared: %s has no digests (FSDP 1)", path)
     if not changed:
         return
-    (name, (was, now)), base = next(iter(changed.items())), name_or_path(without_adapter(model).config)
+    (name, (was, now)), base = next(iter(changed.items())), without_adapter(model).config.name_or_path
     message = (
         f"{len(changed)} of {len(record['weights'])} weights of the policy differ from those of checkpoint "
         f"{directory!r}, such as {name} ({now}, was {was}), with base model {base!r} "

@@ -9,9 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import release_memory
 from torch import nn
 
-from groupwise.compat.accelerate import clear_device_cache, is_out_of_memory
+from groupwise.compat.accelerate import is_out_of_memory
 from groupwise.compat.torch import skip_buffer_broadcast
 from groupwise.distributed import is_sharded
 from groupwise.errors import BackendError
@@ -82,7 +83,7 @@ class OutOfMemorySplitter(Generic[Batch]):
         loss, failure = self._attempt(model, [inputs], num_items_in_batch)
         while failure is not None:
             self._lower_limit(failure)
-            clear_device_cache()
+            release_memory()
             model.zero_grad()
             # The other ranks do not repeat their broadcast; this rank would wait for it forever.
             skip_buffer_broadcast(model)

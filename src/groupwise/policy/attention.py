@@ -16,12 +16,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from groupwise.compat.torch import has_fused_gqa
 from groupwise.compat.transformers import (
     attention_implementation,
     is_flash_attention,
-    sdpa_attention_forward,
     supports_attention_interface,
 )
 from groupwise.policy.introspection import without_adapter
@@ -46,9 +47,6 @@ def install_attention_hook(model: nn.Module) -> bool:
         return True
     if attention_implementation(base) != "sdpa" or not supports_attention_interface(base):
         return False
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     base.set_attn_implementation(IMPLEMENTATION)
@@ -91,7 +89,7 @@ def _attention(
             attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(
                 keys - queries
             )
-        return sdpa_attention_forward()(
+        return AttentionInterface()["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if dropout or unknown:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from groupwise.compat.torch import WRAPPER_NAMES
-from groupwise.compat.transformers import has_routers, name_or_path
+from groupwise.compat.transformers import has_routers
 from groupwise.config.sampling import chosen_backend
 from groupwise.errors import ConfigError, boundary
 from groupwise.files import read_json
@@ -265,7 +265,7 @@ def check_adapter(model: Any, peft_config: PeftConfig | None) -> None:
             another policy where they are loaded.
     """
     if hasattr(model, "peft_config") and not has_adapter(model):
-        base = name_or_path(model.config) or "base"
+        base = model.config.name_or_path or "base"
         raise ConfigError(
             f"the {type(model).__name__} has adapters ({', '.join(model.peft_config)}) and is no PeftModel: "
             "they were added by model.add_adapter or by loading an adapter as a model. "

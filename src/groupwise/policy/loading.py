@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -24,7 +25,7 @@ from transformers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from groupwise.compat.accelerate import without_buffer_broadcast
-from groupwise.compat.transformers import image_text_model_class, keep_undivided_layers, name_or_path
+from groupwise.compat.transformers import keep_undivided_layers
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.distributed import is_sharded
 from groupwise.errors import ConfigError, boundary, nearest_name
@@ -206,7 +207,7 @@ def auto_class(
 ) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """Return the auto class of a checkpoint, which includes the vision part if the checkpoint has one."""
     # A checkpoint of the language part alone has another architecture in its config.
-    kind = image_text_model_class(config)
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText
@@ -223,7 +224,7 @@ def load_processing_class(
         ConfigError: `processing_class` is None and the model has no name, or it has no token for padding.
     """
     if processing_class is None:
-        name = model if isinstance(model, str) else name_or_path(model.config)
+        name = model if isinstance(model, str) else model.config.name_or_path
         if not name:
             raise ConfigError(
                 f"processing_class is missing, and the {type(model).__name__} has no name or path to load it "

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from groupwise.compat.transformers import name_or_path
 from groupwise.config.redact import redacted_json
 from groupwise.errors import log_boundary, warn_once
 from groupwise.files import replace_file
@@ -56,7 +55,7 @@ class MetricsFileCallback(TrainerCallback):
             if path.is_file():  # neither a device nor a pipe
                 _begin_file(path.resolve(), state.global_step, self._before_training or ())
         self._before_training = None
-        model = name_or_path(getattr(kwargs.get("model"), "config", None))
+        model = kwargs["model"].config.name_or_path if "model" in kwargs else ""
         with log_boundary(logger, str(path.with_name(SETTINGS_FILE))):
             paths = self._fast_paths()
             level = logging.WARNING if any(path.warns for path in paths) else logging.INFO

@@ -12,7 +12,6 @@ import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
 
-from groupwise.compat.transformers import name_or_path
 from groupwise.config.settings import card_settings
 
 _TEMPLATE = """\
@@ -84,7 +83,7 @@ def write_model_card(
         tags: added to groupwise, grpo and generated_from_trainer.
     """
     args, directory = trainer.args, Path(str(trainer.args.output_dir))
-    name, base_model = public_name(model_name or directory.name), name_or_path(trainer.model.config)
+    name, base_model = public_name(model_name or directory.name), trainer.model.config.name_or_path
     shown = {**card_settings(args), "world_size": args.world_size}
     data = ModelCardData(
         library_name="transformers",

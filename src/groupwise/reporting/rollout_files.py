@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from groupwise.compat.transformers import attention_implementation, name_or_path
+from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import DerivedFloat, DerivedInt, GRPOConfig
 from groupwise.config.redact import masked, redacted_json
 from groupwise.config.settings import default_of
@@ -278,7 +278,7 @@ def header(trainer: Any) -> dict[str, Any]:
         "settings": settings,
         "versions": versions(),
         "device": device(trainer.accelerator.device),
-        "model": name_or_path(model.config),
+        "model": model.config.name_or_path,
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": attention_implementation(model),
         "adapter": next(map(_plain_adapter, adapters_of(model)), None),

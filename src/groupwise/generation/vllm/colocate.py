@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torchvision_available
 
 from groupwise.compat import vllm as compat
-from groupwise.compat.transformers import is_zero3_enabled
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.config.sampling import SAMPLING_FIELDS, check_names, json_dict, sampler_settings
 from groupwise.distributed import broadcast_from_first
@@ -292,7 +292,7 @@ def check_engine(config: GRPOConfig) -> None:
             shares_class and not given.get("enforce_eager", True)
         ),
         "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition it "
-        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_zero3_enabled(),
+        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_deepspeed_zero3_enabled(),
     }
     checks |= {
         f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out": name in given

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from groupwise.compat.transformers import name_or_path
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.cpu import malloc_trim
 from groupwise.errors import BackendError, ConfigError
@@ -254,7 +253,7 @@ class VLLMServerBackend(VLLMBackend):
 
     def _start_hint(self, url: str) -> str:
         command, environment = serve_command(
-            name_or_path(self.model_config) or "MODEL",
+            self.model_config.name_or_path or "MODEL",
             port=urlsplit(parse_url(url)).port or 8000,
             device="cuda" if self.config.device.type == "cuda" else "cpu",
         )

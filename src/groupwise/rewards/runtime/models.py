@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.compat.transformers import name_or_path
 from groupwise.errors import ConfigError
 from groupwise.threads import function_name
 from groupwise.tokenization.prompts import Prompt, join_conversation
@@ -34,7 +33,7 @@ def reward_tokenizer(
     """
     check_reward_tokenizer(model, tokenizer)
     if tokenizer is None:
-        name = name_or_path(model.config)
+        name = model.config.name_or_path
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
@@ -55,7 +54,7 @@ def check_reward_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenize
         ConfigError: none was given and the model has no id, or it is another model's.
     """
     if tokenizer is None:
-        if not name_or_path(model.config):
+        if not model.config.name_or_path:
             raise _missing_tokenizer(model, "it has no name or path to load its tokenizer from")
         return
     size = getattr(model.config.get_text_config(), "vocab_size", None)
@@ -70,7 +69,7 @@ def check_reward_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 def model_title(model: PreTrainedModel) -> str:
     """Return the id of a reward model in messages, or its class if it has none."""
-    return repr(name_or_path(model.config) or type(model).__name__)
+    return repr(model.config.name_or_path or type(model).__name__)
 
 
 def _missing_tokenizer(model: PreTrainedModel, reason: str) -> ConfigError:
@@ -162,7 +161,7 @@ def reward_name(function: object) -> str:
     if isinstance(function, str):
         return function.rstrip("/").split("/")[-1]
     if isinstance(function, PreTrainedModel):
-        return name_or_path(function.config).rstrip("/").split("/")[-1] or type(function).__name__
+        return function.config.name_or_path.rstrip("/").split("/")[-1] or type(function).__name__
     return function_name(function)
 
 
