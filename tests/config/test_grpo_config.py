@@ -262,7 +262,7 @@ def test_yaml(tmp_path):
     (config,) = HfArgumentParser(GRPOConfig).parse_yaml_file(file)
     assert (config.beta, config.learning_rate, config.scale_rewards) == (1e-3, 2e-6, "none")
     assert config.model_init_kwargs == {"dtype": "float32"}
-    assert (config.generation_kwargs, config.top_k) == ({"top_k": 5}, 5)
+    assert (config.generation_kwargs, config.top_k) == (None, 5)
     assert config.reward_weights == [1, 0.5]
     assert config.generation_batch_size == 16
 

@@ -75,7 +75,15 @@ def test_generation_kwargs_set_the_field_of_the_same_meaning(build):
     kwargs = {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
     config = build(generation_kwargs=kwargs)
     assert (config.temperature, config.max_completion_length) == (0.7, 32)
+    assert config.generation_kwargs == {"do_sample": True}
     assert kwargs == {"temperature": 0.7, "max_new_tokens": 32, "do_sample": True}
+
+
+def test_a_later_value_of_the_field_wins_over_generation_kwargs(build):
+    config = build(generation_kwargs={"temperature": 0.7})
+    assert dataclasses.replace(config, temperature=1.0).temperature == 1.0  # the default
+    config.temperature = 1.0
+    assert check_arguments("a/model that is never loaded", config).temperature == 1.0
 
 
 def test_generation_kwargs_override_fields_with_a_warning(build, caplog):

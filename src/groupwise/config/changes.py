@@ -17,7 +17,6 @@ from typing import Any, cast
 from transformers import TrainingArguments
 
 from groupwise.config.grpo_config import DerivedInt, GRPOConfig, resolve_defaults
-from groupwise.config.sampling import SAMPLING_FIELDS
 from groupwise.config.settings import OPTIMIZER_STATE, PROMPT_ORDER, SCHEDULE
 from groupwise.config.validation import check_changes
 from groupwise.errors import ConfigError, shortened, warn_once
@@ -73,10 +72,6 @@ def check_step(config: GRPOConfig, before: Snapshot, *, new_run: bool) -> set[st
             setattr(config, name, before[name])
     acts = {name for name in changed if config.SETTINGS[name].changes in ("step", "generation")}
     if acts:
-        # A sampler argument that has a field was copied to it when the configuration was built.
-        kwargs: dict[str, Any] = config.generation_kwargs or {}  # type: ignore[assignment]
-        others = {key: value for key, value in kwargs.items() if SAMPLING_FIELDS.get(key) not in acts}
-        config.generation_kwargs = others or None
         check_changes(config, acts)
     return acts
 

@@ -248,8 +248,8 @@ class GRPOFields(TrainingArguments):
     repetition_penalty: Annotated[float, _of_generation(
         "Penalty on tokens that are already present. 1: off.", gt=0)] = 1.0
     generation_kwargs: Annotated[Json, Setting(
-        "Further sampler arguments (dict or JSON). They override the fields above, also for the trainer's "
-        "log-probs.")] = None
+        "Further sampler arguments (dict or JSON). One with a field above is moved there and overrides it, "
+        "also for the trainer's log-probs.")] = None
     chat_template_kwargs: Annotated[Json, Setting(
         "Further arguments (dict or JSON) of the chat template.")] = None
     cache_implementation: Annotated[str | None, Setting(

@@ -254,20 +254,22 @@ def resolve_trackers(config: GRPOFields) -> None:
 
 
 def resolve_sampling(config: GRPOFields) -> None:
-    """Copy sampler arguments to the fields of the same meaning, which the trainer's log-probs use.
+    """Move sampler arguments to the fields of the same meaning, which the trainer's log-probs use.
 
     Warns if a field is set to something else.
     """
     if not isinstance(config.generation_kwargs, dict):
         return
+    others = dict(config.generation_kwargs)  # the caller's stay as they are
     for key, name in SAMPLING_FIELDS.items():
-        if key not in config.generation_kwargs:
+        if key not in others:
             continue
-        value, given = config.generation_kwargs[key], getattr(config, name)
+        value, given = others.pop(key), getattr(config, name)
         same = (value or 0) == (given or 0)  # None and 0 both mean off
         if not same and given != default_of(config, name):
             warn_once(logger, f"generation_kwargs[{key!r}]={shortened(value)} overrides {name}={given!r}")
         setattr(config, name, value)
+    config.generation_kwargs = others or None
 
 
 def resolve_defaults(config: GRPOFields) -> None:

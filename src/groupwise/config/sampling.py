@@ -12,7 +12,7 @@ from groupwise.records import SamplerSettings
 if TYPE_CHECKING:
     from groupwise.config.fields import GRPOFields
 
-#: Keys of ``generation_kwargs`` and the field of the same meaning, which the trainer's log-probs use.
+#: Keys of ``generation_kwargs`` that are moved to the field of the same meaning, which log-probs use.
 SAMPLING_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",

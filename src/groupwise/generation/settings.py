@@ -23,7 +23,7 @@ from groupwise.compat.transformers import (
     supports_dynamic_cache,
 )
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, TRUNCATING, check_names, json_dict, truncating
+from groupwise.config.sampling import TRUNCATING, check_names, json_dict, truncating
 from groupwise.errors import ConfigError, boundary, shortened
 from groupwise.generation.truncation import SamplingMaskRecorder
 from groupwise.policy.introspection import (
@@ -157,15 +157,14 @@ def check_config(config: GRPOConfig) -> None:
         ConfigError: a name is unknown, with the nearest one; transformers refuses a value; another decoder
             is selected; or ``stop_strings``, which end a completion within its tokens.
     """
-    stop_strings = json_dict(config.generation_kwargs).get("stop_strings")
-    if stop_strings is not None:
+    given = json_dict(config.generation_kwargs)
+    if (stop_strings := given.get("stop_strings")) is not None:
         raise ConfigError(
             f"generation_kwargs={{'stop_strings': {shortened(stop_strings)}}}: completions of transformers "
             "end with an end token, not with a text; give the ids of tokens that end one, generation_kwargs="
             "{'eos_token_id': [...]}, or use vLLM with generation_kwargs={'stop': [...]}"
         )
     known = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
-    given = {n: v for n, v in json_dict(config.generation_kwargs).items() if n not in SAMPLING_FIELDS}
     check_names("generation_kwargs", sorted(given), known, "transformers")
     shown = f"generation_kwargs={shortened(given)}"
     with boundary(ConfigError, shown):
@@ -204,8 +203,7 @@ def generation_settings(
     if cache is not None:
         # With a static cache generate would compile itself, again for every batch size and prompt length.
         settings["disable_compile"] = True
-    given = json_dict(config.generation_kwargs)  # keys with a field of their own are resolved to it
-    settings.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
+    settings.update(json_dict(config.generation_kwargs))
     if suppress_tokens:
         settings["suppress_tokens"] = sorted({*suppress_tokens, *(settings.get("suppress_tokens") or ())})
     return settings

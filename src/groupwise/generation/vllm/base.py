@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, json_dict, sampler_settings
+from groupwise.config.sampling import json_dict, sampler_settings
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.base import RUN_SETTINGS, GenerationBackend
 from groupwise.policy.heads.weights import changes_head, is_tied
@@ -114,8 +114,7 @@ def sampling_fields(
     fields: dict[str, Any] = {"stop_token_ids": sorted(end_tokens)}
     if config.vllm_structured_outputs_regex is not None:
         fields["structured_outputs"] = {"regex": config.vllm_structured_outputs_regex}
-    given = json_dict(config.generation_kwargs)
-    fields.update({name: value for name, value in given.items() if name not in SAMPLING_FIELDS})
+    fields.update(json_dict(config.generation_kwargs))
     if suppress_tokens:
         fields["logit_bias"] = {**fields.get("logit_bias", {}), **dict.fromkeys(suppress_tokens, -100.0)}
     fields["detokenize"] = bool(fields.get("stop"))  # stop strings are searched in the text

@@ -27,7 +27,7 @@ from transformers.utils import is_torchvision_available
 
 from groupwise.compat import vllm as compat
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.config.sampling import SAMPLING_FIELDS, check_names, json_dict, sampler_settings
+from groupwise.config.sampling import check_names, json_dict, sampler_settings
 from groupwise.distributed import broadcast_from_first
 from groupwise.errors import BackendError, ConfigError
 from groupwise.generation.backends import BackendEntry
@@ -279,7 +279,7 @@ def check_engine(config: GRPOConfig) -> None:
     from vllm.sampling_params import SamplingParams
 
     given, device, built_for = json_dict(config.vllm_engine_kwargs), config.device.type, compat.device_type()
-    other = json_dict(config.generation_kwargs).keys() - SAMPLING_FIELDS.keys()
+    other = json_dict(config.generation_kwargs)
     shares_class = config.vllm_model_impl == "transformers"  # the engine's model is of the policy's own class
     checks = {
         f"the installed vLLM is built for {built_for!r}, but the trainer computes on {device!r}; install the "
