@@ -163,7 +163,6 @@ VIOLATED_BY: dict[tuple[str, str], dict[str, object]] = {
     ("router_replay", "use_liger_kernel=False"): {"use_liger_kernel": True},
     ("router_replay", "torch_compile=False"): {"torch_compile": True},
     ("router_replay", "use_vllm=False if router_replay is R3"): {"use_vllm": True},
-    ("router_replay", "cache_implementation=None if router_replay is R3"): {"cache_implementation": "static"},
 }
 #: Valid values of settings whose example is out of their range; the other requirements are of the example.
 VALID = {

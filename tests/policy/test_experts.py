@@ -487,13 +487,18 @@ def test_rollouts_of_several_rows_have_no_recorded_routing(tmp_path):
     assert run.old_and_ref_logps(several).routed_experts == (None, None)
 
 
+def test_the_experts_of_the_sampler_are_those_of_the_own_loop(tmp_path):
+    trainer(tmp_path, model=runs_mixture(), router_replay="R3", cache_implementation="auto")  # the own loop
+    with pytest.raises(ConfigError, match="loop, which is not used: cache_implementation='dynamic'; use 'R2'"):
+        trainer(tmp_path, model=runs_mixture(), router_replay="R3", cache_implementation="dynamic")
+
+
 def test_what_cannot_replay_routing_refuses_it(tmp_path):
     with pytest.raises(ConfigError, match="has no experts"):
         RouterReplay(build(transformers.LlamaConfig, {}), "R2")
     for given, message in (
         ({"router_replay": "R3", "use_vllm": True}, "model runner V2"),
         ({"router_replay": "R2", "use_liger_kernel": True}, "use_liger_kernel=False"),
-        ({"router_replay": "R3", "cache_implementation": "dynamic"}, "replaces groupwise's decoding loop"),
         ({"router_replay": "R1"}, "R2"),
     ):
         with pytest.raises(ConfigError, match=message):

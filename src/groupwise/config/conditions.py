@@ -126,7 +126,6 @@ BOUNDS_OF_TRUNCATION = _lasting(
     nearest="vllm_importance_sampling_clip_max=3.0",
 )
 UPDATE_BALANCE = _has("use_liger_kernel", False, because="Liger's forward sums no routers")
-_R3 = Condition("router_replay is R3", lambda c: c.router_replay == "R3")
 ROUTER_REPLAY = (
     _has("use_liger_kernel", False, because="Liger's fused loss replays no routing"),
     _has("torch_compile", False, because="a compiled model replays no routing"),
@@ -134,13 +133,7 @@ ROUTER_REPLAY = (
         "use_vllm",
         False,
         because="vLLM returns routed experts only with its model runner V2 on a GPU, which is not supported",
-        only_if=_R3,
-    ),
-    _has(
-        "cache_implementation",
-        None,
-        because="another cache replaces groupwise's decoding loop",
-        only_if=_R3,
+        only_if=Condition("router_replay is R3", lambda c: c.router_replay == "R3"),
     ),
 )
 PADDED_ROWS = _has(
