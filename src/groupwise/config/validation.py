@@ -1,8 +1,8 @@
 """Validation of a configuration: all violations in one error, a warning per setting without effect.
 
 Constraints of a single setting, and what it requires of others, are its `Setting` in ``fields.py``; what is
-left is a function here: it yields a message per violation, or the text of a warning (``CAUTIONS``). They run
-once every value is valid by itself.
+left is a function here: it yields a message per violation, or the text of a warning. They run once every
+value is valid by itself.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def warnings_of(config: GRPOFields) -> list[str]:
 
     A setting has no effect if its condition does not hold; its default, and TRL's, are not mentioned.
     """
-    messages = [message for caution in CAUTIONS for message in caution(config)]
+    messages = list(delta_inside_clip_range(config))
     ignored: dict[str, list[str]] = {}  # by reason: an old name, and settings of a switch, have one in common
     for name, setting in config.SETTINGS.items():
         value, unless = getattr(config, name), setting.no_effect_unless
@@ -372,9 +372,8 @@ def truncation_with_liger(c: GRPOFields) -> Iterator[str]:
         yield violation(given, "settings that do not truncate sampling", "use_liger_kernel=False")
 
 
-_Relation = Callable[[GRPOFields], Iterator[str]]
 #: Violations are errors.
-RULES: tuple[_Relation, ...] = (
+RULES: tuple[Callable[[GRPOFields], Iterator[str]], ...] = (
     old_and_new_name_differ,
     report_to_is_installed,
     loss_kwargs_of_objective,
@@ -392,5 +391,3 @@ RULES: tuple[_Relation, ...] = (
     entropy_coef_bounds,
     truncation_with_liger,
 )
-#: Their messages are logged as warnings.
-CAUTIONS: tuple[_Relation, ...] = (delta_inside_clip_range,)

@@ -156,7 +156,7 @@ class BaseTrainer(Trainer):
         self.run_directory = RunDirectory(args)
         self.stages = RankStages(args.process_index, args.world_size, args.ddp_timeout)
         self.recomputation = make_recomputation(args, self.accelerator)
-        self.splitter: OutOfMemorySplitter[MicroBatch] = OutOfMemorySplitter(
+        self.splitter = OutOfMemorySplitter(
             self.accelerator,
             training_step=super().training_step,
             num_tokens=self.num_tokens,

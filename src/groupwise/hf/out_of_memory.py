@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,13 +17,12 @@ from groupwise.compat.torch import skip_buffer_broadcast
 from groupwise.distributed import is_sharded
 from groupwise.errors import BackendError
 from groupwise.hf.step_state import Stateful
+from groupwise.records import MicroBatch
 
 logger = logging.getLogger(__name__)
 
-Batch = TypeVar("Batch")
 
-
-class OutOfMemorySplitter(Generic[Batch]):
+class OutOfMemorySplitter:
     """Run training steps; after an out-of-memory error repeat the window with smaller micro-batches.
 
     The failed backward pass has left some gradients in place, so the whole accumulation window is computed
@@ -47,8 +46,8 @@ class OutOfMemorySplitter(Generic[Batch]):
         accelerator: Accelerator,
         *,
         training_step: Callable[..., torch.Tensor],
-        num_tokens: Callable[[Batch], int],
-        split: Callable[..., list[Batch]],
+        num_tokens: Callable[[MicroBatch], int],
+        split: Callable[..., list[MicroBatch]],
         window_state: Callable[[], Sequence[Stateful]],
         free_activations: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -63,13 +62,13 @@ class OutOfMemorySplitter(Generic[Batch]):
     def reset(self) -> None:
         """Drop the size limit and an unfinished window, for a new run."""
         self.max_tokens: int | None = None
-        self._window: list[Batch] = []
+        self._window: list[MicroBatch] = []
         self._marks: list[tuple[Stateful, Any]] = []  # components and their state before the window
         # True from the end of the forward whose backward exchanges gradients with other ranks.
         self._is_exchanging = False
 
     def training_step(
-        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+        self, model: nn.Module, inputs: MicroBatch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch and return its loss.
 
@@ -95,7 +94,7 @@ class OutOfMemorySplitter(Generic[Batch]):
         return loss
 
     def _attempt(
-        self, model: nn.Module, batches: Sequence[Batch], num_items_in_batch: torch.Tensor | int | None
+        self, model: nn.Module, batches: Sequence[MicroBatch], num_items_in_batch: torch.Tensor | int | None
     ) -> tuple[torch.Tensor, RuntimeError | None]:
         """Accumulate gradients of `batches`; return the loss of the last one, or the out-of-memory error."""
         losses: list[torch.Tensor] = []
@@ -121,11 +120,11 @@ class OutOfMemorySplitter(Generic[Batch]):
 
         return model.register_forward_hook(after_forward)
 
-    def _pieces(self, inputs: Batch) -> list[Batch]:
+    def _pieces(self, inputs: MicroBatch) -> list[MicroBatch]:
         parts = self._split(inputs, for_cache=True)
         return [piece for part in parts for piece in self._split_to_limit(part)]
 
-    def _split_to_limit(self, inputs: Batch) -> list[Batch]:
+    def _split_to_limit(self, inputs: MicroBatch) -> list[MicroBatch]:
         """Halve until every piece has at most ``max_tokens`` tokens or cannot be split."""
         if self.max_tokens is None or self._num_tokens(inputs) <= self.max_tokens:
             return [inputs]
