@@ -575,10 +575,6 @@ class GRPOTrainer(
             has_reference=self.reference.exists,
         )
 
-    def num_tokens(self, inputs: MicroBatch) -> int:
-        """Return the number of input tokens of ``inputs``, padding included."""
-        return inputs.num_tokens()
-
     def split_micro_batch(self, inputs: MicroBatch, *, for_cache: bool) -> list[MicroBatch]:
         """Return the halves of ``inputs``, or with ``for_cache`` parts that run faster one after the other.
 
@@ -599,7 +595,7 @@ class GRPOTrainer(
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate the operations of forward and backward; attention scores are left out."""
         batch = self.window.current  # Trainer passes the window
-        return 0 if batch is None else int(self.flops_per_token * self.num_tokens(batch))
+        return 0 if batch is None else int(self.flops_per_token * batch.num_tokens())
 
     # Settings and state of a run.
 

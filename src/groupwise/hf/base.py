@@ -102,7 +102,6 @@ class BaseTrainer(Trainer):
     reward_func_names: list[str]
     _components: dict[str, Stateful]  # by their name in checkpoints
     # Methods of GRPOTrainer.
-    num_tokens: Callable[..., int]
     split_micro_batch: Callable[..., list[MicroBatch]]
     window_state: Callable[[], list[Stateful]]
     fast_paths: Callable[[], list[FastPath]]
@@ -159,7 +158,6 @@ class BaseTrainer(Trainer):
         self.splitter = OutOfMemorySplitter(
             self.accelerator,
             training_step=super().training_step,
-            num_tokens=self.num_tokens,
             split=self.split_micro_batch,
             window_state=self.window_state,
             free_activations=lambda: self.recomputation is not None and self.recomputation.halve(),

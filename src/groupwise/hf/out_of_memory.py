@@ -31,7 +31,6 @@ class OutOfMemorySplitter:
 
     Args:
         training_step: ``transformers.Trainer.training_step`` as a bound method.
-        num_tokens: number of tokens of a micro-batch, padding included.
         split: returns two micro-batches, or one if it cannot be split; with ``for_cache=True`` micro-batches
             that run faster one after the other, even if all fit at once.
         window_state: returns the components that a window changes besides gradients.
@@ -46,14 +45,12 @@ class OutOfMemorySplitter:
         accelerator: Accelerator,
         *,
         training_step: Callable[..., torch.Tensor],
-        num_tokens: Callable[[MicroBatch], int],
         split: Callable[..., list[MicroBatch]],
         window_state: Callable[[], Sequence[Stateful]],
         free_activations: Callable[[], bool] = lambda: False,
     ) -> None:
         self.accelerator = accelerator
         self._training_step = training_step
-        self._num_tokens = num_tokens
         self._split = split
         self._window_state = window_state
         self._free_activations = free_activations
@@ -126,7 +123,7 @@ class OutOfMemorySplitter:
 
     def _split_to_limit(self, inputs: MicroBatch) -> list[MicroBatch]:
         """Halve until every piece has at most ``max_tokens`` tokens or cannot be split."""
-        if self.max_tokens is None or self._num_tokens(inputs) <= self.max_tokens:
+        if self.max_tokens is None or inputs.num_tokens() <= self.max_tokens:
             return [inputs]
         halves = self._split(inputs, for_cache=False)
         if len(halves) == 1:
@@ -136,9 +133,9 @@ class OutOfMemorySplitter:
     def _lower_limit(self, failure: RuntimeError) -> None:
         """Keep fewer activations; if none are kept, set ``max_tokens`` to half of the largest piece."""
         largest = max(
-            (piece for batch in self._window for piece in self._pieces(batch)), key=self._num_tokens
+            (piece for batch in self._window for piece in self._pieces(batch)), key=MicroBatch.num_tokens
         )
-        size = self._num_tokens(largest)
+        size = largest.num_tokens()
         can_repeat = self.accelerator.num_processes == 1 or not (
             is_sharded(self.accelerator) or self._is_exchanging
         )

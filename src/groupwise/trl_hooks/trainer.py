@@ -732,8 +732,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         )
         return NORMALIZERS[name](mask_BT.float(), torch.arange(len(mask_BT), device=mask_BT.device), counts)
 
-    def num_tokens(self, inputs: Any) -> int:
-        return inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+    def floating_point_ops(self, inputs: Any) -> int:
+        batch = self.window.current  # a dictionary
+        return 0 if batch is None else int(self.flops_per_token * model_inputs(batch)[0].numel())
 
     # Logs.
 
