@@ -495,7 +495,6 @@ def test_vllm_symbols():
     from groupwise.compat import vllm as compat_vllm
 
     assert compat_vllm.device_type() in ("cpu", "cuda", "rocm", "xpu", "tpu")
-    assert {"model", "dtype", "enforce_eager"} <= compat_vllm.engine_argument_names()
     assert all(callable(function) for function in compat_vllm.layerwise_reload())
     assert isinstance(WeightTransferEngineFactory._registry, dict)
     assert accepts(core_client.EngineCoreClient.shutdown, ["self"])

@@ -131,8 +131,7 @@ def test_fewer_rows_than_micro_batches_are_an_error():
     ],
 )
 def test_gaps_in_a_mask_are_seen(mask, gaps):
-    ids = torch.arange(4).unsqueeze(0)
-    assert hook_inputs.has_gaps(hook_inputs.token_batch(ids, torch.tensor(mask), 2)) is gaps
+    assert hook_inputs.has_gaps(torch.tensor(mask), 2) is gaps
 
 
 def test_the_record_of_a_micro_batch():

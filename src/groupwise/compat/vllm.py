@@ -24,13 +24,6 @@ def device_type() -> str:
     return current_platform.device_type
 
 
-def engine_argument_names() -> set[str]:
-    """Return the names of the arguments of ``vllm.LLM``."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    return set(EngineArgs.__dataclass_fields__)
-
-
 def has_bitsandbytes() -> bool:
     """Return True if vLLM has layers of bitsandbytes, which are a package of their own since 0.28."""
     return importlib.util.find_spec("vllm_bnb_plugin") is not None

