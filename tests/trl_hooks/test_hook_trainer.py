@@ -583,3 +583,16 @@ def test_a_generation_of_a_hook_is_logged_as_that_of_the_step_is(tmp_path):
     for name in ("completions/mean_length", "completions/max_length", "completions/clipped_ratio"):
         assert twice[name] == once[name], name
     assert once["completions/mean_length"] == 2.5
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_log_probs_of_a_rollout_func_are_compared_where_the_step_computes_old_ones(tmp_path, num_iterations):
+    def rollout(prompts_given, run):
+        ids = tokenizer()(list(prompts_given))["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[4, 1]] * len(ids), "logprobs": [[0.0, 0.0]] * len(ids)}
+
+    made = run(tmp_path, max_steps=1, rollout_func=rollout, num_iterations=num_iterations)
+    made.train()
+    logged = {n: value for n, value in made.state.log_history[0].items() if "sampling_logp_difference" in n}
+    assert bool(logged) is (num_iterations == 2)  # in the first case the difference was logged as 0
+    assert all(value > 0.5 for value in logged.values())

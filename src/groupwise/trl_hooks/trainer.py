@@ -531,10 +531,9 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         extend_logs(self._logs, rollouts, rewards, experience.advantages_BX.mean(1), self.reward_func_names)
         self._flush_pending(request.mode)
         # The dictionary has the factor, which a hook may change; the loss takes it from there.
+        sampler_logps_BT = None if on_policy else experience.sampler_logps_BT  # else without old log-probs
         mask_BT = experience.loss_mask_BT.to(experience.old_logps_BT.dtype)
-        correction_BX, values = correction(
-            experience.old_logps_BT, experience.sampler_logps_BT, mask_BT, settings
-        )
+        correction_BX, values = correction(experience.old_logps_BT, sampler_logps_BT, mask_BT, settings)
         # In TRL means of the means of ranks, however many tokens each has.
         metrics.record({n: Mean(v.value()) if isinstance(v, Mean) else v for n, v in values.items()})
         return make_inputs(
