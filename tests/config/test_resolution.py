@@ -96,9 +96,10 @@ def test_generation_kwargs_override_fields_with_a_warning(build, caplog):
     ]
 
 
-@pytest.mark.parametrize("settings", [{"top_k": -1}, {"generation_kwargs": {"top_k": -1}}])
-def test_minus_one_turns_top_k_off(build, settings):
-    assert build(**settings).top_k == 0
+@pytest.mark.parametrize("off", [-1, None])
+def test_minus_one_and_none_turn_top_k_off(build, off):
+    assert build(top_k=off).top_k == 0
+    assert build(generation_kwargs={"top_k": off, "min_p": None}).top_k == 0
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,6 @@ def test_several_processes_share_the_groups(build, monkeypatch):
         {"beta": 0.04, "use_bias_correction_kl": True},
         {"beta": 0.04, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0},
         {"delta": 1.21},
-        {"generation_kwargs": {"top_k": None, "min_p": None}},
         {"delta": 0.5, "loss_type": "cispo", "epsilon_high": 5.0},
         {"use_adaptive_entropy": True, "entropy_coef": 1.0},
         {"entropy_coef": -0.01},

@@ -489,7 +489,7 @@ def test_rollouts_of_several_rows_have_no_recorded_routing(tmp_path):
 
 def test_the_experts_of_the_sampler_are_those_of_the_own_loop(tmp_path):
     trainer(tmp_path, model=runs_mixture(), router_replay="R3", cache_implementation="auto")  # the own loop
-    with pytest.raises(ConfigError, match="loop, which is not used: cache_implementation='dynamic'; use 'R2'"):
+    with pytest.raises(ConfigError, match="which is not used: cache_implementation='dynamic'; use 'R2'"):
         trainer(tmp_path, model=runs_mixture(), router_replay="R3", cache_implementation="dynamic")
 
 

@@ -207,7 +207,7 @@ def auto_class(
 ) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """Return the auto class of a checkpoint, which includes the vision part if the checkpoint has one."""
     # A checkpoint of the language part alone has another architecture in its config.
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if kind is None or (config.architectures and kind.__name__ not in config.architectures):
         return AutoModelForCausalLM
     return AutoModelForImageTextToText

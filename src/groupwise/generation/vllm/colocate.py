@@ -292,7 +292,9 @@ def check_engine(config: GRPOConfig) -> None:
             shares_class and not given.get("enforce_eager", True)
         ),
         "vllm_model_impl='transformers' lets transformers build the engine's model, which would partition it "
-        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": shares_class and is_deepspeed_zero3_enabled(),
+        "as ZeRO-3 does the policy; set vllm_model_impl='vllm'": (
+            shares_class and is_deepspeed_zero3_enabled()
+        ),
     }
     checks |= {
         f"vllm_engine_kwargs[{name!r}] cannot be set: it follows {source}; leave it out": name in given

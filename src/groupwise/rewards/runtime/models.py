@@ -161,7 +161,8 @@ def reward_name(function: object) -> str:
     if isinstance(function, str):
         return function.rstrip("/").split("/")[-1]
     if isinstance(function, PreTrainedModel):
-        return function.config.name_or_path.rstrip("/").split("/")[-1] or type(function).__name__
+        name = function.config.name_or_path or ""
+        return name.rstrip("/").split("/")[-1] or type(function).__name__
     return function_name(function)
 
 
