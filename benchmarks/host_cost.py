@@ -175,7 +175,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     short = argparse.Namespace(**{**vars(given), "completions": 8, "length": 100, "group": 1})
     with serving(response(100, 1, given.candidates, given.mask)) as url:
         measure_phases(short, url)  # the first call of each phase imports and initialises what it needs
-    with serving(text) as url:
+    from groupwise.hf.base import frozen_objects
+
+    with serving(text) as url, frozen_objects():  # as in train()
         results = measure_phases(given, url)
     return {"response bytes per token": len(text) / given.group / given.length, **results}
 

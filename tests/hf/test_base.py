@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from transformers import (
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.errors import TrainingError
-from groupwise.hf.base import BaseTrainer
+from groupwise.hf.base import BaseTrainer, frozen_objects
 
 
 def test_the_docstring_lists_every_hook_that_the_class_overrides():
@@ -189,3 +191,34 @@ def test_a_generation_config_that_can_be_saved_stays(tmp_path, caplog):
     given = model.generation_config.to_dict()
     trainer(tmp_path, model=model)
     assert model.generation_config.to_dict() == given and "cannot be saved" not in caplog.text
+
+
+class Cycle:
+    """Object that only the garbage collector frees."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_collections_during_a_run_leave_out_what_was_there_before(tmp_path, is_frozen):
+    class Count(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            counts.append(gc.get_freeze_count())
+            assert (earlier() is None) == (not is_frozen)  # collected at the start, or the caller's
+
+    counts, run = [], trainer(tmp_path, callbacks=[Count()], max_steps=1)
+    gc.unfreeze()
+    try:
+        earlier = weakref.ref(Cycle())
+        if is_frozen:
+            gc.freeze()
+        run.train()
+        assert counts[0] > 100_000 and (gc.get_freeze_count() > 0) is is_frozen
+        with pytest.raises(KeyError), frozen_objects():
+            raise KeyError
+        assert (gc.get_freeze_count() > 0) is is_frozen
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation import edits_of
 
+FREEZE = ("tests/hf/test_base.py", "-k", "collections")
 MARKS = ("tests/hf/test_step_state.py",)
 MEMORY = ("tests/hf/test_out_of_memory.py",)
 ADAPTERS = ("tests/commands/sweeps/test_row_adapters.py",)
@@ -47,6 +48,13 @@ RUNS = [
         ("max(self._start, len(text) - self._LONGEST)", "len(text)", CLIENT),
         ("range(0, len(part), PIECE)", "range(0, len(part), len(part) or 1)", CLIENT),
         ('b"]}" if has_top else b"}"', 'b"}"', CLIENT),
+    ),
+    *edits_of(
+        "hf/base.py",
+        ("is_own = gc.get_freeze_count() == 0", "is_own = True", FREEZE),
+        ("        gc.freeze()\n", "", FREEZE),
+        ("gc.collect()  #", "pass  #", FREEZE),
+        ("            gc.unfreeze()\n", "            pass\n", FREEZE),
     ),
     *edits_of(
         "hf/step_state.py",
