@@ -19,6 +19,7 @@ from groupwise.agents.environment_driven import EnvironmentLoop
 from groupwise.agents.environments import EnvironmentPool
 from groupwise.agents.multi_turn import MultiTurnRollouts
 from groupwise.errors import AgentError
+from groupwise.threads import CallExecutor, Invocation
 
 
 class Room:
@@ -180,3 +181,12 @@ def test_the_error_of_a_discarded_batch_is_logged(caplog):
     loop = SimpleNamespace(end_batch=lambda places: None)
     MultiTurnRollouts._close(SimpleNamespace(_end=lambda rollouts: None, loop=loop), batch)
     assert "discarded, and had failed: the call that failed" in caplog.text
+
+
+def test_an_environment_whose_call_is_discarded_is_not_used_again():
+    executor, room, closed = CallExecutor(), Room(), []
+    calls = [Invocation(room.look, room), Invocation(room.look)]
+    rollout = SimpleNamespace(steps=SimpleNamespace(close=lambda: closed.append(True)), futures=calls)
+    MultiTurnRollouts._end(SimpleNamespace(loop=SimpleNamespace(executor=executor)), [rollout])
+    assert closed and all("discarded" in str(each.exception(0)) for each in calls)
+    assert executor.unfinished == {id(room): room}

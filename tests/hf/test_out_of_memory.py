@@ -73,16 +73,21 @@ def test_the_update_and_the_log_are_those_of_a_run_with_more_memory(tmp_path, la
 class FullAtTheEnd(Full):
     """Raises once, in the last micro-batch of a window: memory was enough for the ones before."""
 
+    window, ends = 1, 0
+
     def after_layer(self, module, inputs, output):
-        in_last = self.model.training and torch.is_grad_enabled() and GradientState().sync_gradients
-        if in_last and self.raised == 0:
-            self.fail()
+        if self.model.training and torch.is_grad_enabled() and GradientState().sync_gradients:
+            self.ends += 1
+            if self.ends == self.window:
+                self.fail()
 
 
 @pytest.mark.representative("an out-of-memory error in a later micro-batch")
 @pytest.mark.slow
-def test_micro_batches_before_the_failure_are_repeated(tmp_path, monkeypatch):
+@pytest.mark.parametrize("window", [1, 2])
+def test_micro_batches_of_the_window_before_the_failure_are_repeated(tmp_path, monkeypatch, window):
     ample, _ = run(tmp_path, "ample")
+    monkeypatch.setattr(FullAtTheEnd, "window", window)
     monkeypatch.setattr(f"{__name__}.Full", FullAtTheEnd)
     scarce, full = run(tmp_path, "scarce", 0)
     assert full.raised == 1 and scarce.splitter.max_tokens is not None

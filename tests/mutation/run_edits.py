@@ -13,13 +13,14 @@ COMMANDS = ("tests/commands/sweeps/test_commands.py",)
 CHECK = ("tests/policy/layouts/test_fallbacks.py", "tests/policy/layouts/test_check.py")
 CLIENT = ("tests/generation/test_vllm_client.py",)
 GRAPHS = ("tests/generation/test_decoding_graph.py",)
+ENDED = ("tests/agents/test_batches_ahead.py", "-k", "discarded")
 AHEAD = ("tests/generation/test_rollout_staleness.py",)
 
 RUNS = [
     *edits_of(
         "agents/multi_turn.py",
         ("each.calls and _may_overlap(each)", "each.calls", AHEAD),
-        ("                self.loop.executor.give_up(future, RuntimeError(", "                str((", AHEAD),
+        ("                self.loop.executor.give_up(future, RuntimeError(", "                str((", ENDED),
     ),
     *edits_of(
         "generation/decoding_graph.py",
