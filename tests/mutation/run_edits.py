@@ -13,6 +13,7 @@ COMMANDS = ("tests/commands/sweeps/test_commands.py",)
 CHECK = ("tests/policy/layouts/test_fallbacks.py", "tests/policy/layouts/test_check.py")
 CLIENT = ("tests/generation/test_vllm_client.py",)
 GRAPHS = ("tests/generation/test_decoding_graph.py",)
+PIECES = (*CLIENT, "-k", "piece_is_decoded")  # others would wait for the rest of a response
 ENDED = ("tests/agents/test_batches_ahead.py", "-k", "discarded")
 AHEAD = ("tests/generation/test_rollout_staleness.py",)
 
@@ -47,7 +48,7 @@ RUNS = [
         "generation/vllm/client.py",
         ("            del text[self._start : stop + 1]", "            del text[self._start : stop]", CLIENT),
         ("max(self._start, len(text) - self._LONGEST)", "len(text)", CLIENT),
-        ("range(0, len(part), PIECE)", "range(0, len(part), len(part) or 1)", CLIENT),
+        ("range(0, len(part), PIECE)", "range(0, len(part), len(part) or 1)", PIECES),
         ('b"]}" if has_top else b"}"', 'b"}"', CLIENT),
     ),
     *edits_of(
