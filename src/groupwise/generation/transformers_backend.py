@@ -277,16 +277,11 @@ class TransformersBackend(GenerationBackend):
                 draws = nullcontext()  # the sampler has the generator
                 graphs = self._step_graphs(model.device)
                 sampler, make_rows = (RowSampler, DecodingRows) if graphs is None else graphs.loop()
-                own_loop = partial(
-                    decode_groups,
-                    copies=copies,
-                    image_arrays={name for row in images for name in row.arrays},
-                    make_sampler=partial(
-                        sampler, recorder=recorder, generator=generator, logps=logps, routing=routing
-                    ),
-                    make_rows=make_rows,
-                )
-                loop = {"custom_generate": own_loop}
+                records: Any = {"recorder": recorder, "generator": generator, "logps": logps}
+                arrays = {name for row in images for name in row.arrays}
+                own: Any = {"copies": copies, "image_arrays": arrays, "make_rows": make_rows}
+                own["make_sampler"] = partial(sampler, **records, routing=routing)
+                loop = {"custom_generate": partial(decode_groups, **own)}
             elif self.records_experts and (lockstep or self.stock_decoding):
                 raise _needs_own_loop(BackendError, self.fast_paths(model)[0].reason)
             elif recorder is not None or logps is not None:
