@@ -244,7 +244,7 @@ def is_concurrent(function: Callable[..., object]) -> bool:
 
 def function_name(function: object) -> str:
     """Return the name of a function, also of a partial of it; of another object that of its class."""
-    return getattr(_unwrapped(function), "__name__", type(function).__name__)
+    return getattr(inner := _unwrapped(function), "__name__", type(inner).__name__)
 
 
 def _unwrapped(function: Any) -> Any:

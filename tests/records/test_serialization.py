@@ -62,6 +62,13 @@ def test_one_record_in_several_places_stays_one():
     assert loaded.images[0].images == ()  # only of this process
 
 
+def test_fields_that_a_record_of_an_earlier_version_lacks_get_their_default():
+    earlier = Completion([5, 6], logps=[-0.5, -0.25])
+    del vars(earlier)["turns"]  # as it is read from its file
+    loaded = reloaded([earlier])[0]
+    assert loaded.turns is None and loaded.logps == [-0.5, -0.25]
+
+
 def test_parts_for_this_process_alone_are_none():
     assert host_copy({"run": NotSaved(object()), "seed": 3}) == {"run": None, "seed": 3}
 

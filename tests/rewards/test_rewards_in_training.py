@@ -399,8 +399,8 @@ def test_names_come_from_functions_partials_and_objects(tmp_path):
         def __call__(self, **_):
             return [0.0] * 4
 
-    run = trainer(tmp_path, [named, functools.partial(named), Judge()])
-    assert run.reward_func_names == ["named", "named_2", "Judge"]
+    run = trainer(tmp_path, [named, functools.partial(named), Judge(), functools.partial(Judge())])
+    assert run.reward_func_names == ["named", "named_2", "Judge", "Judge_2"]
 
 
 def reward_model(labels: int = 1) -> LlamaForSequenceClassification:

@@ -40,7 +40,7 @@ def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = N
 
     What is there already is not copied, but a tensor without the larger storage that it is a view of. A
     record or tensor that occurs several times stays one object, as the image inputs of a group. Fields with
-    ``saved=False`` in their metadata get their default.
+    ``saved=False`` in their metadata, and those that a record of an earlier version lacks, get their default.
 
     Args:
         name: expression of ``value``, for the message.
@@ -72,7 +72,7 @@ def host_copy(value: Any, name: str = "value", _known: dict[int, Any] | None = N
         }
     if is_dataclass(value) and not isinstance(value, type):
         if id(value) not in known:
-            saved = [field.name for field in fields(value) if field.metadata.get("saved", True)]
+            saved = [f.name for f in fields(value) if f.name in vars(value) and f.metadata.get("saved", True)]
             known[id(value)] = kind(**{n: host_copy(vars(value)[n], f"{name}.{n}", known) for n in saved})
         return known[id(value)]
     raise ConfigError(
