@@ -19,6 +19,7 @@ from groupwise.generation.settings import decoding_path
 from groupwise.generation.transformers_backend import TransformersBackend
 from groupwise.policy.logprob_mismatch import LogpRecorder, PlainForwardCheck
 from groupwise.records import SamplingOptions
+from groupwise.records.fast_paths import FastPath
 
 #: Before transformers 5.19, whose caches several tokens continue, models take other ways.
 pytestmark = pytest.mark.skipif(not supports_cache_in_checkpoints(), reason="transformers before 5.19")
@@ -201,7 +202,11 @@ def test_a_model_that_fails_in_the_own_loop_is_decoded_by_generate(tmp_path, mon
 
 @pytest.mark.parametrize(
     "name, value, reason",
-    [("decode_groups", None, "TypeError"), ("requires_lockstep_forwards", lambda _: True, "sharded")],
+    [
+        ("decode_groups", None, "TypeError"),
+        ("requires_lockstep_forwards", lambda _: True, "sharded"),
+        ("decoding_path", lambda *_: FastPath("decoding", "transformers", "generate was patched"), "patched"),
+    ],
 )
 def test_a_run_that_replays_the_routing_of_its_samples_needs_the_own_loop(
     name, value, reason, tmp_path, monkeypatch

@@ -234,7 +234,7 @@ DATA = [
     *edits_of(
         "records/serialization.py",
         ("on_host.clone() if is_part else on_host", "on_host", SERIALIZATION),
-        ('field.metadata.get("saved", True)', "True", SERIALIZATION),
+        ('f.metadata.get("saved", True)', "True", SERIALIZATION),
         ("if id(value) not in known:\n            saved", "if True:\n            saved", SERIALIZATION),
         ("tuple(value) if issubclass(kind, tuple) else value", "value", SERIALIZATION),
     ),

@@ -282,7 +282,7 @@ class TransformersBackend(GenerationBackend):
                 own: Any = {"copies": copies, "image_arrays": arrays, "make_rows": make_rows}
                 own["make_sampler"] = partial(sampler, **records, routing=routing)
                 loop = {"custom_generate": partial(decode_groups, **own)}
-            elif self.records_experts and (lockstep or self.stock_decoding):
+            elif self.records_experts:
                 raise _needs_own_loop(BackendError, self.fast_paths(model)[0].reason)
             elif recorder is not None or logps is not None:
                 stock_loop = partial(sample_and_record, recorder=recorder, logps=logps, synced_gpus=lockstep)
