@@ -10,7 +10,9 @@ import logging
 import pytest
 import torch
 
-from groupwise import ConfigError
+from groupwise import ConfigError, GRPOConfig
+from groupwise.core.objectives import policy_loss
+from groupwise.mixins.loss import objective_settings
 from groupwise.records import Experience
 from groupwise.trl_hooks import inputs as hook_inputs
 
@@ -146,3 +148,28 @@ def test_the_record_of_a_micro_batch():
     assert made.old_logps_BT.isnan().all() and made.old_logps_BT.shape == (2, 2)
     assert made.advantages_BX.shape == (2, 1) and made.ref_logps_BT is None
     assert made.sequence_weight_B1.tolist() == [[0.25], [0.25]]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_a_loss_without_a_factor_in_the_dictionary_is_not_corrected(loss_type):
+    """A hook that takes the factor out leaves the sampler's log-probs, from which the loss computes one."""
+    given = experience(
+        old_logps_BT=torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]),
+        sampler_logps_BT=torch.tensor([[-1.5, -1.0], [-2.5, 0.0]]),
+    )
+    inputs = hook_inputs.make_inputs(given, torch.tensor(3), correction_BX=torch.tensor([[0.9], [1.1]]))
+    logps_BT = torch.tensor([[-1.1, -1.9], [-2.9, 0.0]])
+    settings = objective_settings(GRPOConfig("x", loss_type=loss_type))
+
+    def loss(*without):
+        made = hook_inputs.micro_batch(
+            {name: value for name, value in inputs.items() if name not in without},
+            token_weights_BT=torch.ones(2, 2) / 3,
+            entropy_mask_BT=inputs["completion_mask"],
+            entropy_weights_BT=None,
+            share=1.0,
+        )
+        return policy_loss(made, logps_BT, None, settings)[0].item()
+
+    uncorrected = loss("importance_sampling_ratio", "sampling_per_token_logps")
+    assert loss("importance_sampling_ratio") == uncorrected != loss()

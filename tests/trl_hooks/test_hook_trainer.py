@@ -21,6 +21,7 @@ from transformers import GenerationConfig, TrainerCallback
 from groupwise import ConfigError, GRPOCallback, RewardError
 from groupwise import GRPOTrainer as PlainTrainer
 from groupwise.compat.trl import UNREAD_ATTRIBUTES
+from groupwise.policy.logprobs import LogprobComputer
 from groupwise.records import Row
 from groupwise.reporting.rollout_files import FOLDER, Recording
 from groupwise.trl_hooks import GRPOTrainer, checks
@@ -208,6 +209,23 @@ def test_a_micro_batch_that_does_not_fit_in_memory_is_an_error(tmp_path):
     made.splitter._free_activations = lambda: True  # the window could be repeated with fewer activations
     with pytest.raises(torch.OutOfMemoryError):
         made.train()
+
+
+def test_the_layout_of_a_hook_with_log_probs_of_its_own_is_not_checked(tmp_path, monkeypatch):
+    """As of a diffusion model: the forward of its model is no causal one, which the check would refuse."""
+
+    class Theirs(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, logits_to_keep, *given, **options):
+            logits = model(ids.flip(1)).logits[:, :logits_to_keep]  # of the tokens after it
+            logps = logits.log_softmax(-1).gather(-1, ids[:, -logits_to_keep:].unsqueeze(-1)).squeeze(-1)
+            return logps, torch.zeros_like(logps), None
+
+    checked: list[bool] = []
+    monkeypatch.setattr(LogprobComputer, "check", lambda *given: checked.append(True))
+    run(tmp_path, Theirs, beta=0.1).train()
+    assert not checked
+    run(tmp_path).train()
+    assert checked
 
 
 def test_rewards_must_be_those_of_all_ranks_by_all_functions(tmp_path):

@@ -182,11 +182,14 @@ def micro_batch(
     tokens = token_batch(*model_inputs(inputs), inputs["completion_ids"].shape[1])
     advantages, old_logps_BT = inputs["advantages"], inputs.get("old_per_token_logps")
     given = {"loss_mask_BT": loss_mask(inputs), "sampler_logps_BT": inputs.get("sampling_per_token_logps")}
+    correction_BX = inputs.get("importance_sampling_ratio")
+    if correction_BX is None and given["sampler_logps_BT"] is not None:  # the loss would compute one
+        correction_BX = torch.ones(len(tokens), 1, device=advantages.device)
     if old_logps_BT is not None:  # else that of the current policy
         given["old_logps_BT"] = old_logps_BT
     return MicroBatch(
         **{**vars(tokens), **given},
-        correction_BX=inputs.get("importance_sampling_ratio"),
+        correction_BX=correction_BX,
         advantages_BX=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
         ref_logps_BT=inputs.get("ref_per_token_logps"),
         token_weights_BT=token_weights_BT,

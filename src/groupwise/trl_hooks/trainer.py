@@ -146,6 +146,11 @@ class GRPOTrainer(TrlAttributes, pipeline.GRPOTrainer):
         """Return True also for log-probs of a hook: as in TRL, only those of vLLM correct the loss."""
         return super().may_have_placeholder_logps() or isinstance(self.backend, TransformersBackend)
 
+    def check_layout(self, batch: TokenBatch) -> None:
+        # A hook may compute a model that no layout does; the trainer's own method checks at its first call.
+        if not is_overridden(self, "_get_per_token_logps_and_entropies"):
+            super().check_layout(batch)
+
     def loader_generator(self) -> torch.Generator | None:
         """Return None: as with TRL's loader, a seed is drawn from the global generator at every epoch."""
         return None
