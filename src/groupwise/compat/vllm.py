@@ -171,21 +171,6 @@ def preserve_patched(model: nn.Module) -> Iterator[None]:
                     setattr(cls, name, value)
 
 
-def add_lora(engine: Any, request: Any) -> None:
-    """Load a LoRA adapter into a ``vllm.LLM``."""
-    engine.llm_engine.add_lora(request)
-
-
-def remove_lora(engine: Any, adapter_id: int) -> None:
-    """Unload a LoRA adapter from a ``vllm.LLM``."""
-    engine.llm_engine.remove_lora(adapter_id)
-
-
-def reset_encoder_cache(engine: Any) -> None:
-    """Discard the outputs of the vision tower that a ``vllm.LLM`` keeps by image."""
-    engine.llm_engine.reset_encoder_cache()
-
-
 @contextmanager
 def abort_on_error(engine: Any) -> Iterator[None]:
     """Abort the requests of a ``vllm.LLM`` when its generation fails, as by Ctrl-C.

@@ -192,8 +192,8 @@ class ColocatedBackend(VLLMBackend):
                 digest = self.weight_check.compare()
         self.weight_check.done = True
         self.engine.reset_prefix_cache()
-        if self.supports_images:
-            compat.reset_encoder_cache(self.engine)
+        if self.supports_images:  # outputs of the vision tower are kept by image
+            self.engine.llm_engine.reset_encoder_cache()
         return digest
 
     def load_adapter(self, name: str, path: Path) -> None:
@@ -201,11 +201,11 @@ class ColocatedBackend(VLLMBackend):
         from vllm.lora.request import LoRARequest
 
         self.lora_request = LoRARequest(name, int(name.rpartition("-")[2]), str(path))
-        compat.add_lora(self.engine, self.lora_request)
+        self.engine.llm_engine.add_lora(self.lora_request)
 
     def unload_adapter(self, name: str) -> None:
         """Unload the adapter that samples."""
-        compat.remove_lora(self.engine, self.lora_request.lora_int_id)
+        self.engine.llm_engine.remove_lora(self.lora_request.lora_int_id)
 
     def release(self) -> None:
         """Put the engine to sleep until the next sync, if sleep mode is on."""
