@@ -264,9 +264,9 @@ class GRPOTrainer(
         self._load_rewards()
         if self.reference.model is not None:  # sharded like the policy; no gradients, no optimizer state
             self.reference.model = accelerator.prepare_model(self.reference.model, evaluation_mode=True)
+        self.onednn_linears = not (is_sharded(accelerator) or args.torch_compile)  # which rewrite them
         if accelerator.device.type == "cpu":
-            others_rewrite = is_sharded(accelerator) or args.torch_compile
-            install_cpu_training([self.model, self.reference.model], onednn_linears=not others_rewrite)
+            install_cpu_training([self.model, self.reference.model], onednn_linears=self.onednn_linears)
         self.frozen_weights: list[FastPath] = []
         if has_adapter(self.model):
             from groupwise.policy.frozen_weights import hold_frozen_weights
@@ -616,8 +616,7 @@ class GRPOTrainer(
             recomputation_path(args, accelerator),
         ]
         if accelerator.device.type == "cpu":
-            others_rewrite = is_sharded(accelerator) or args.torch_compile
-            paths += [linears_path(self.model, onednn_linears=not others_rewrite), *threads_paths()]
+            paths += [linears_path(self.model, onednn_linears=self.onednn_linears), *threads_paths()]
         return paths
 
     def refresh_settings(self, *, new_run: bool = False) -> None:

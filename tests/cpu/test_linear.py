@@ -51,7 +51,8 @@ def test_values_and_gradients_are_as_close_as_those_of_pytorch(shape, bias, prec
     dtype = torch.bfloat16 if precision == BFLOAT16 else torch.float32
     plain = torch.nn.Linear(200, 130, bias=bias, dtype=dtype)
     fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    assert replace_linears(fast) == 1
+    replace_linears(fast)
+    assert type(fast) is OneDNNLinear
     inputs = torch.randn(shape).to(dtype)
     weights = torch.randn(*shape[:-1], 130).to(dtype)
     truth = results(exact, inputs.double(), weights.double())
@@ -189,7 +190,8 @@ def test_nothing_is_packed_that_other_precisions_do_not_use(dtype, monkeypatch):
 def test_only_large_plain_linear_layers_are_replaced():
     model = torch.nn.Sequential(torch.nn.Linear(200, 130), torch.nn.Linear(200, 8), Quantised(200, 200))
     state = model.state_dict()
-    assert replace_linears(model) == 1 and replace_linears(model) == 0
+    for _ in range(2):
+        replace_linears(model)
     assert [type(layer) for layer in model] == [OneDNNLinear, torch.nn.Linear, Quantised]
     assert model.state_dict().keys() == state.keys()
     assert all(

@@ -298,7 +298,7 @@ def test_weights_are_packed_again_in_every_generation():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**changes, tie_word_embeddings=False)).eval()
     plain = copy.deepcopy(model)
-    assert replace_linears(model) > 0
+    replace_linears(model)
     packed: list[bool] = []
     model.lm_head.register_forward_hook(lambda layer, *_: packed.append(layer.packing.weight_OI.is_mkldnn))
     config = settings(max_new_tokens=8, eos_token_id=None)

@@ -62,21 +62,16 @@ def _operand_dtype(input: torch.Tensor, weight: torch.Tensor) -> torch.dtype | N
     return None
 
 
-def replace_linears(model: torch.nn.Module) -> int:
+def replace_linears(model: torch.nn.Module) -> None:
     """Convert the large ``nn.Linear`` modules of ``model`` to :class:`OneDNNLinear` in place.
 
-    Subclasses of ``nn.Linear``, such as quantized layers, and modules on other devices are left alone.
-
-    Returns:
-        Number of converted layers; 0 if this PyTorch has no oneDNN.
+    Subclasses of ``nn.Linear``, such as quantized layers, and modules on other devices are left alone. Does
+    nothing if this PyTorch has no oneDNN.
     """
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear and m.weight.device.type == "cpu"]
-    layers = [each for each in linears if min(each.weight.shape, default=0) >= _MIN_FEATURES]
-    if not has_onednn_linear():
-        return 0
-    for layer in layers:
-        layer.__class__ = OneDNNLinear
-    return len(layers)
+    for layer in linears if has_onednn_linear() else ():
+        if min(layer.weight.shape, default=0) >= _MIN_FEATURES:
+            layer.__class__ = OneDNNLinear
 
 
 @contextmanager
