@@ -27,7 +27,7 @@ class GRPOCallback(TrainerCallback):
     def on_run_begin(
         self, args: GRPOConfig, state: TrainerState, control: TrainerControl, directory: Path | None
     ) -> None:
-        """Called when ``train`` has restored the state of the run; the weights of the policy follow.
+        """Called when ``train`` has restored the state of the run; ``state`` and the policy's weights follow.
 
         Args:
             directory: checkpoint that the run resumes from; None: a new run.
