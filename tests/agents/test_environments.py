@@ -294,6 +294,24 @@ def test_tool_timeout_limits_get_reward():
 
 
 @pytest.mark.timeout(60)
+def test_an_environment_with_a_call_in_progress_is_not_used_again_after_an_interrupt():
+    class Busy(Silent):
+        async def wait(self) -> None:
+            """Wait for longer than the run."""
+            await asyncio.sleep(30)
+
+        def interrupt(self) -> None:
+            """Raise what Ctrl-C does."""
+            raise KeyboardInterrupt
+
+    environments = EnvironmentPool(Busy)
+    waiting, other = environments.types[None].idle = [environments.types[None].first, Busy()]
+    with pytest.raises(KeyboardInterrupt):
+        generate_rollouts(environments, [[call("wait")], [call("interrupt")]], [question("?")] * 2)
+    assert environments.executor.unfinished == {id(waiting): waiting, id(other): other}
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["thread", "async", "get_reward"])
 def test_an_environment_with_an_unfinished_call_is_not_used_again(kind):
     """The call ends during the next rollout, whose environment is another one."""

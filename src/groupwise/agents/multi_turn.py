@@ -351,9 +351,9 @@ class MultiTurnRollouts:
     def _start(self, rollouts: Sequence[Rollout]) -> None:
         """Start the calls of rollouts, together: async calls of all begin before the sync ones, made here."""
         calls = [call for each in rollouts for call in each.calls]
-        self.loop.executor.start([call for call in calls if isinstance(call, Invocation)])
-        for rollout in rollouts:
+        for rollout in rollouts:  # now: an interrupt of a sync call leaves async ones in progress
             rollout.futures, rollout.calls = [*rollout.calls], ()
+        self.loop.executor.start([call for call in calls if isinstance(call, Invocation)])
 
     def _send(
         self,
