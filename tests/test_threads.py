@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from concurrent.futures import wait
@@ -94,6 +95,20 @@ def test_a_function_in_the_main_thread_is_interrupted():
     with pytest.raises(TimeoutError, match=r"no result within 0\.1 seconds"):
         interrupted(lambda: time.sleep(LONG), 0.1)
     assert interrupted(lambda: 5, LONG) == 5
+
+
+def test_a_limit_that_passes_before_the_function_is_called_is_the_same_error(monkeypatch):
+    """As where other processes hold the processor for longer than the limit."""
+    start, previous = threading.Timer.start, signal.getsignal(signal.SIGVTALRM)
+
+    def start_and_wait(timer):
+        start(timer)
+        time.sleep(LONG)
+
+    monkeypatch.setattr(threading.Timer, "start", start_and_wait)
+    with pytest.raises(TimeoutError, match=r"no result within 0\.05 seconds"):
+        interrupted(lambda: 5, 0.05)
+    assert signal.getsignal(signal.SIGVTALRM) == previous
 
 
 def test_a_thread_that_cannot_use_the_callers_device_fails(monkeypatch):

@@ -142,9 +142,9 @@ def interrupted(function: Callable[[], T], timeout: float, setting: str = "") ->
     main_thread = threading.get_ident()
     timer = threading.Timer(timeout, lambda: signal.pthread_kill(main_thread, signal.SIGVTALRM))
     timer.daemon = True
-    timer.start()
     try:
         try:
+            timer.start()  # a signal may arrive before it returns
             return function()
         finally:
             running = False  # a signal before this line raises, and is caught below
