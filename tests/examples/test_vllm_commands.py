@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import sys
 import time
 import urllib.request
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 from support.tiny_smollm2 import save_tiny_smollm2
 from support.workers import forked_server
-from support.workers.launch import WITH_VLLM, Script, run
+from support.workers.launch import WITH_VLLM, Script, free_port, run
 
 from groupwise.commands.cli import main
 
@@ -64,9 +63,7 @@ def test_the_server_that_the_example_starts(monkeypatch, tmp_path, capsys, has_g
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_they_train_on_cpus(smollm2_path, tmp_path):
     model = str(save_tiny_smollm2(smollm2_path, tmp_path / "tiny", ()))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
 
     def command(line, program, *more):
         words = [model if word.startswith("HuggingFaceTB/") else word for word in shlex.split(line)[3:]]

@@ -6,7 +6,6 @@ Files: ``generation/vllm/preflight.py``.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from support.fakes.fake_vllm import GENERATE, FakeRouter, FakeVLLM
 from support.runs import policy, tokenizer
 from support.serialization import reloaded
-from support.workers.launch import run_ranks
+from support.workers.launch import free_port, run_ranks
 
 from groupwise import GRPOConfig
 from groupwise.errors import BackendError
@@ -197,11 +196,8 @@ def test_after_an_error_the_backend_can_be_used_again(backend, fake):
 @pytest.mark.distributed
 def test_two_processes_recover_together_and_end_together(tmp_path):
     worker = Path(__file__).parents[1].joinpath("support", "workers", "server_worker.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     on_cpu = {"ACCELERATE_USE_CPU": "true"}
-    done = run_ranks(worker, port, tmp_path, timeout=150, environment=on_cpu)
+    done = run_ranks(worker, free_port(), tmp_path, timeout=150, environment=on_cpu)
     assert done.returncode == 0, done.stderr[-6000:]
     assert all(f"process {rank} ended" in done.stdout for rank in (0, 1))
 

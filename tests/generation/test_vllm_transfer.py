@@ -9,7 +9,6 @@ import importlib
 import inspect
 import itertools
 import json
-import socket
 import sys
 import threading
 import weakref
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from support.fakes import weight_receiver
-from support.workers.launch import WITH_VLLM, Script
+from support.workers.launch import WITH_VLLM, Script, free_port
 
 pytest.importorskip("vllm")
 
@@ -102,10 +101,7 @@ def exported(gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
 def rendezvous(backend: str) -> dict[str, Any]:
     if backend == "ipc":
         return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+    return {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
 
 
 def weights_of(step: int) -> NamedTensors:

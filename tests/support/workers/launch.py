@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -149,6 +150,18 @@ def run(*command: object, timeout: float = 280, **options: Any) -> subprocess.Co
     return _finish([Script(*command, **options)], timeout)
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on now.
+
+    The system gives no socket without a port of its own one of these: none takes it before its server starts.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            # Not of the generator that runs seed: two workers of pytest would draw the same.
+            probe.bind(("127.0.0.1", port := random.SystemRandom().randrange(10_000, 16_000)))
+            return port
+
+
 def start_ranks(
     *command: object, world_size: int = 2, master_port: int | None = None, **options: Any
 ) -> list[Script]:
@@ -157,10 +170,7 @@ def start_ranks(
     Args:
         master_port: of the ranks' store, if there is one; None: rank 0 starts it on a free port.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = master_port or free.getsockname()[1]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port or free_port())}
     size = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     common = {**(options.pop("environment", None) or {}), **address, **size}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

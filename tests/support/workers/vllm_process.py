@@ -12,7 +12,7 @@ from groupwise.generation.vllm.serve import serve_command
 from support.engine_runs import policy
 from support.runs import tokenizer
 from support.workers import forked_server
-from support.workers.launch import WITH_VLLM, Script
+from support.workers.launch import WITH_VLLM, Script, free_port
 
 HERE = Path(__file__).parent
 # A small cache and few places; the tests of several servers at a time would not fit otherwise.
@@ -32,9 +32,7 @@ class ServerProcess:
         if not model.exists():
             policy(seed=7).save_pretrained(model)
             tokenizer().save_pretrained(model)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command, environment = serve_command(str(model), port=self.port, device="cpu", extra=[*SMALL, *extra])
         self.command = command[2:] if command[1] == "-m" else ["vllm.entrypoints.cli.main", *command[1:]]
