@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,7 +113,9 @@ def test_a_sender_does_not_wait_for_a_sweep_that_was_started_again(tmp_path, mon
         first.__exit__(None, None, None)
         second.__enter__()  # deletes the command, and an answer that is not read yet
 
-    monkeypatch.setattr("groupwise.commands.sweeps.commands.time.sleep", restart)
+    # In that module alone: threads of other tests sleep too.
+    clock = SimpleNamespace(sleep=restart, time_ns=time.time_ns)
+    monkeypatch.setattr("groupwise.commands.sweeps.commands.time", clock)
     first.__enter__()
     with pytest.raises(ConfigError, match="ended before it answered"):
         send_command(tmp_path, {"action": "stop", "name": "low"})
