@@ -69,7 +69,7 @@ def begun(run: Any, backend: Any, later: list[dict[str, Any]], step: int) -> Any
 def test_a_batch_begins_once_and_continues_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_turn, "MIN_WAIT", 0.01)
     run, backend, pool = make([["now"], [call("look"), "x"], ["y"]])
-    own, later = rows("a"), [*rows("b", seconds=0.1), *rows("c")]
+    own, later = rows("a"), [*rows("b", seconds=0.5), *rows("c")]
     prompts, sampling = begun(run, backend, later, 1)
     assert Room.resets == ["c", "b"] and backend.calls == []  # the slow one was waited for
     assert begun(run, backend, later, 1) is None

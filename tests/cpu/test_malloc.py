@@ -50,7 +50,8 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 def resident_pages():
-    return int(open("/proc/self/statm").read().split()[1])
+    resident, shared = map(int, open("/proc/self/statm").read().split()[1:3])
+    return resident - shared  # as above
 
 returned, before = faults(), resident_pages()
 with keep_large_blocks():

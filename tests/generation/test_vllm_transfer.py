@@ -368,7 +368,7 @@ def test_a_thread_that_is_left_behind_reads_and_sends_nothing_more(
     join: Callable[..., WeightTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller reads the rest, for ranks that wait in the collectives of the source."""
-    release, read = threading.Event(), []
+    begun, release, read = threading.Event(), threading.Event(), []
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 8)
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
@@ -376,7 +376,11 @@ def test_a_thread_that_is_left_behind_reads_and_sends_nothing_more(
             read.append((name, threading.current_thread()))
             yield name, tensor
 
-    sender = join(Engines(), release.wait, timeout=0.05)
+    def broadcast() -> None:
+        begun.set()
+        release.wait()
+
+    sender = join(Engines(begun.wait), broadcast, timeout=0.05)  # its thread has read before the limit begins
     sender.weights.begin(gathered)
     with pytest.raises(BackendError, match="still waiting"):
         sender.push(0)
