@@ -190,6 +190,19 @@ def test_logits_that_are_not_finite_fail_their_run_alone(tmp_path, on_accelerato
     assert_equal(found["plain"], solo)
 
 
+@pytest.mark.slow
+def test_a_setting_that_the_sampler_refuses_fails_its_run_alone(tmp_path, caplog):
+    made = sweep(tmp_path, ("plain", "hot"))
+    settings = made.runs["hot"].trainer.backend.generation_config
+    made.runs["hot"].trainer.add_callback(AtStep(1, lambda: setattr(settings, "suppress_tokens", ["w2"])))
+    found = made.run()
+    assert (found["plain"].status, found["hot"].status) == ("finished", "failed")
+    assert found["hot"].state.global_step == 1 and caplog.text.count("sampled one by one") == 1
+    solo = alone(tmp_path, "plain")
+    solo.train()
+    assert_equal(found["plain"], solo)
+
+
 def test_the_error_is_raised_if_all_runs_fail(tmp_path):
     def fail(**_: Any) -> list[float]:
         raise ValueError("no reward today")
@@ -280,6 +293,12 @@ def test_a_run_that_replays_the_experts_of_its_samples_is_refused(tmp_path):
         backend.check()
 
 
+def test_a_text_that_a_callback_logs_as_reward_is_not_in_the_table(tmp_path):
+    made = sweep(tmp_path, ("plain",))
+    made.runs["plain"].state.log_history = [{"reward": 0.5}, {"reward": "good"}, {"reward": None}]
+    assert "plain 0: 0.500 waiting" in made.table_line()
+
+
 def test_a_line_of_the_table_has_every_run(tmp_path, capsys):
     sweep(tmp_path, ("plain", "hot")).run()
     lines = capsys.readouterr().out.splitlines()
@@ -315,6 +334,22 @@ def test_settings_that_runs_of_a_process_cannot_have(changes, message, tmp_path,
             processing_class=runs.tokenizer(),
             peft_config=LoraConfig(task_type="CAUSAL_LM"),
         )
+
+
+@pytest.mark.parametrize("shared", [{"hub_model_id": "me/model", "push_to_hub": True}, {"run_name": "mine"}])
+def test_runs_that_would_write_to_one_place_are_refused(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.config.validation.report_to_is_installed", lambda c: ())
+    reported = {"report_to": ["tensorboard"], "hub_model_id": None, "push_to_hub": False}
+    made = {name: config(tmp_path / name, run_name=name) for name in ("one", "two")}
+    for args in made.values():
+        vars(args).update({**reported, **shared})
+    with pytest.raises(ConfigError, match=f"{next(iter(shared))} must differ between runs"):
+        Sweep(policy(), runs.count_reward, made, runs.prompts(), processing_class=runs.tokenizer())
+
+
+def test_a_clone_is_not_pushed_to_the_repository_of_its_source(tmp_path):
+    made = sweep(tmp_path, ("plain",), changes={"hub_model_id": "me/model"})
+    assert made._clone_settings(made.runs["plain"], "twin", {}).hub_model_id is None
 
 
 def cloned(directory: Path, at: int, name: str = "plain", **changes: Any) -> dict[str, Any]:

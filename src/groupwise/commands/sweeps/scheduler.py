@@ -12,13 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from groupwise.commands.sweeps.adapters import check_adapter, has_finite_adapter, shared_copy
@@ -211,6 +205,10 @@ class Sweep:
             values = {run.name: getattr(run.args, name) for run in shared}
             if any(value != values[shared[0].name] for value in values.values()):
                 raise ConfigError(f"{name} must be the same for all runs that share a base model: {values}")
+        for name, reader in (("hub_model_id", "push_to_hub"), ("run_name", "report_to")):
+            used = [getattr(run.args, name) for run in self.runs.values() if getattr(run.args, reader)]
+            if any(used.count(value) > 1 for value in used if value):
+                raise ConfigError(f"{name} must differ between runs with {reader}, or be left out: {used}")
         if shared and has_image_columns(self.train_dataset, self.eval_dataset):
             raise ConfigError("a dataset has a column of images; the shared sampler samples from text alone")
         return directory
@@ -322,16 +320,21 @@ class Sweep:
             error = BackendError("the adapter's weights are NaN or infinite, so no token can be sampled")
             run.request, run.answer = None, error
             waiting.remove(run)
-        if waiting:
-            policies = {run.name: _policy(run) for run in waiting}
-            try:
-                answers = self.sampler.sample([run.request for run in waiting], policies)
-            except Exception as error:  # of an engine, or out of memory: raised in each run that waits
-                answers = [error] * len(waiting)
-            for run, answer in zip(waiting, answers, strict=True):
-                run.request, run.answer = None, answer
+        for run, answer in zip(waiting, self._sample(waiting) if waiting else [], strict=True):
+            run.request, run.answer = None, answer
         self._rounds += 1
         print_rich(self.table_line(), soft_wrap=True)
+
+    def _sample(self, runs: list[SweepRun]) -> list[Any]:
+        """Return the completions that each run waits for, or the error that is raised in it."""
+        try:
+            policies = {run.name: _policy(run) for run in runs}
+            return self.sampler.sample([run.request for run in runs], policies)
+        except Exception as error:  # of a setting of one run, of an engine, or out of memory
+            if len(runs) == 1:
+                return [error]
+            logger.warning("runs are sampled one by one in this round: their batch failed with %r", error)
+            return [self._sample([run])[0] for run in runs]
 
     def _advance(self, run: SweepRun) -> None:
         """Give a turn to a run, until it asks for completions, begins an optimizer step or ends."""
@@ -371,7 +374,7 @@ class Sweep:
 
     def _clone_settings(self, run: SweepRun, name: str, changes: Mapping[str, Any]) -> GRPOConfig:
         """Return the settings of a run with changes; call it in the thread of the scheduler."""
-        own = {"output_dir": str(self.directory / name), "run_name": name}
+        own = {"output_dir": str(self.directory / name), "run_name": name, "hub_model_id": None}
         step = run.state.global_step
         try:
             with preserved_accelerate():
@@ -397,7 +400,7 @@ class Sweep:
         """Return a line with step and newest reward of every run."""
         cells = []
         for run in self.runs.values():
-            rewards = [log["reward"] for log in run.state.log_history if "reward" in log]
+            rewards = [log["reward"] for log in run.state.log_history if isinstance(log.get("reward"), float)]
             reward = f"{rewards[-1]:.3f}" if rewards else "-"
             status = "" if run.status == "running" else f" {run.status}"
             cells.append(f"{run.name} {run.state.global_step}: {reward}{status}")
