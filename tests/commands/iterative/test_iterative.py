@@ -280,6 +280,7 @@ def test_pointwise_training_uses_every_labelled_completion(tmp_path):
         ({"max_steps": -1}, "max_steps=-1 is no positive multiple"),
         ({"sync_ref_model": True}, "set ref_model_mixup_alpha=1.0 and ref_model_sync_steps=2"),
         ({"label_func": 3}, "label_func=3 is not callable"),
+        ({"label_func": None, "beta": 0.0}, "iterations have no effect with beta=0 and without label_func"),
         ({"iterative": {"reward_prompts": 13}}, "reward_prompts=13 is not allowed with 1 processes"),
     ],
 )
@@ -311,6 +312,34 @@ def test_labels_without_one_reward_model_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no stream"):
         stream = prompts(4).to_iterable_dataset()
         build([reward_model()], reward_processing_classes=own[0], train_dataset=stream)
+
+
+@pytest.mark.parametrize("fails_here", [False, True], ids=["on another rank", "on this rank"])
+def test_an_error_of_a_label_is_raised_on_all_ranks(tmp_path, monkeypatch, fails_here):
+    events: list[Any] = []
+
+    def gather(own: list[Any]) -> list[Any]:
+        if "label" not in events:  # of the run's directory and of the step
+            return own
+        events.append(type(own[0][1]).__name__)
+        return [*own, ([], None if fails_here else RewardError("label_func 'theirs' failed"))]
+
+    def labels(completions: list[str], **_: Any) -> list[float]:
+        events.append("label")
+        if fails_here:
+            raise Stops
+        return has_vowel(completions)
+
+    monkeypatch.setattr("groupwise.distributed.gather_object", gather)
+    run = runner(tmp_path, label_func=labels, max_steps=2)
+    release = run.trainer.backend.release
+    run.trainer.backend.release = lambda: (events.append("release"), release())
+    with pytest.raises(RewardError, match="Stops" if fails_here else "^rank 1: label_func 'theirs' failed$"):
+        run.train()
+    # First the step, then the six prompts: all are sampled before the first label, as on the other rank.
+    assert events[:3] == ["release", "release", "label"]
+    assert events[-1] == ("RewardError" if fails_here else "NoneType")
+    assert run.reward_metrics == []
 
 
 @pytest.mark.slow

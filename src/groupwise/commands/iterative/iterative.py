@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast, gather_object, set_seed
+from accelerate.utils import broadcast, set_seed
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from groupwise.commands.iterative.iterative_config import IterativeConfig
 from groupwise.commands.iterative.reward_training import EXAMPLES, Example, train_reward_model, with_replay
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.data.dataset_checks import is_streaming
-from groupwise.distributed import is_sharded
+from groupwise.distributed import gather_or_raise, is_sharded
 from groupwise.errors import ConfigError, RewardError
 from groupwise.files import read_json
 from groupwise.hf.checkpointing import load_converted
@@ -67,6 +67,8 @@ class IterativeGRPO(GRPOCallback):
             raise ConfigError("args is missing; iterations need a GRPOConfig with max_steps")
         if label_func is not None and not callable(label_func):
             raise ConfigError(f"label_func={label_func!r} is not callable; give a function")
+        if label_func is None and args.beta == 0:
+            raise ConfigError("iterations have no effect with beta=0 and without label_func; set one of them")
         self.iterative, self.label_func = iterative, label_func
         args = iterative.with_reference_refresh(args)
         self.trainer = trainer_class(model, reward_funcs, args, **trainer_arguments)
@@ -177,13 +179,17 @@ class IterativeGRPO(GRPOCallback):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
         own = order[: self.iterative.reward_prompts].tolist()[args.process_index :: args.world_size]
         size = max(args.prompts_per_batch // args.world_size, 1)
-        examples = []
+        rollouts, examples, failure = list[RolloutBatch](), list[Example](), None
         for start in range(0, len(own), size):
             rows = [dataset[i] for i in own[start : start + size] for _ in range(args.num_generations)]
             request = replace(trainer.make_request(rows), on_partial_rollout=None)
-            examples += self._examples_of(trainer.generate_rollouts(request))
+            rollouts.append(trainer.generate_rollouts(request))
         trainer.backend.release()
-        return gather_object(examples)
+        try:  # after the collectives of a backend, in which other ranks would wait for this one
+            examples = [example for batch in rollouts for example in self._examples_of(batch)]
+        except Exception as error:
+            failure = error
+        return [example for of_rank in gather_or_raise(examples, failure) for example in of_rank]
 
     def _examples_of(self, rollouts: RolloutBatch) -> list[Example]:
         assert self.label_func is not None
@@ -197,18 +203,16 @@ class IterativeGRPO(GRPOCallback):
             log_extra=lambda *_: None,
             log_metric=lambda *_: None,
         )
+        labels: list[Any] = calls.rewards_FB[0]
+        if any(isinstance(label, list) for label in labels):
+            raise RewardError(f"label_func {name!r} returned step rewards; return one number per completion")
+        wrong = [label for label in labels if label < 0 or label > 1]  # NaN is neither
+        if self.iterative.reward_objective == "pointwise" and wrong:
+            raise RewardError(f"label_func {name!r} returned {wrong[0]}; pointwise labels are from 0 to 1")
         examples = []
         for start in range(0, len(rollouts), rollouts.num_generations):
             rows = range(start, start + rollouts.num_generations)
-            labels = {i: self._checked_label(calls.rewards_FB[0][i], name) for i in rows}
             kept = [i for i in rows if labels[i] == labels[i] and not rollouts.completions[i].dropped]
             texts = [self.scorer.text(rollouts.prompts[i], rollouts.texts[i]) for i in kept]
             examples += EXAMPLES[self.iterative.reward_objective](texts, [labels[i] for i in kept])
         return examples
-
-    def _checked_label(self, label: object, name: str) -> float:
-        if not isinstance(label, float):
-            raise RewardError(f"label_func {name!r} returned step rewards; return one number per completion")
-        if self.iterative.reward_objective == "pointwise" and not (label != label or 0 <= label <= 1):
-            raise RewardError(f"label_func {name!r} returned {label}; pointwise labels are from 0 to 1")
-        return label
