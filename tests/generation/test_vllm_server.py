@@ -388,6 +388,24 @@ def test_a_server_whose_weights_cannot_be_replaced_is_refused(backend, fake, tra
         backend.sync_weights(WEIGHTS, step=0)
 
 
+def test_nccl_needs_an_ipv4_address_and_other_transfers_do_not(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(fake.http), "address_family", socket.AF_INET6)
+    try:
+        server = FakeVLLM(host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server.info, server.url = fake.info, f"http://[::1]:{server.http.server_port}"
+    backend = backend_for(server, tmp_path)
+    backend.sync_weights(WEIGHTS, step=4)
+    assert backend.generate([[3]])[0].versions == [4] * 4
+    backend.server_info[0].weight_transfer = "nccl"
+    backend.disconnect()
+    with pytest.raises(BackendError, match=r"server at \[::1\]:\d+ has no IPv4 address for NCCL: "):
+        backend.sync_weights(WEIGHTS, step=5)
+    backend.close()
+    server.close()
+
+
 def test_a_server_that_reports_sampling_masks_needs_no_warning(fake, tmp_path):
     backend = backend_for(fake, tmp_path, top_p=0.9)
     assert not backend.reports_sampling_mask({})

@@ -395,7 +395,11 @@ class VLLMServerBackend(VLLMBackend):
             if backend == "nccl" and rank == 0:
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                     server = urlsplit(servers.servers[0].url)
-                    probe.connect((server.hostname, server.port))  # UDP: sends nothing
+                    try:
+                        probe.connect((server.hostname, server.port))  # UDP: sends nothing
+                    except OSError as error:  # vLLM opens the process group on an IPv4 address
+                        reason = f"the server at {server.netloc} has no IPv4 address for NCCL: {error}"
+                        raise BackendError(f"{reason}; give another address of it") from error
                     given["master_address"] = probe.getsockname()[0]  # of this machine, for the first server
                 given["master_port"] = self.config.vllm_group_port
                 given["world_size"] = 1 + sum(servers.fetch_world_sizes())
