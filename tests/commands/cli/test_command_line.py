@@ -265,6 +265,24 @@ def test_the_evaluation_set_may_be_a_file_or_a_split(tmp_path):
         load_datasets(RunArguments("m", both, eval_split="held_aut"))
 
 
+def test_a_file_has_the_split_that_is_trained_on(tmp_path):
+    from datasets import Dataset
+
+    from groupwise.commands.cli.run_file import RunArguments
+
+    rows, file, saved = Dataset.from_dict({"prompt": [*"abcd"]}), tmp_path / "rows.jsonl", tmp_path / "saved"
+    rows.to_json(file)
+    rows.save_to_disk(str(saved))
+    for source in (file, saved):  # its rows would be evaluated on
+        with pytest.raises(ConfigError, match=r"eval_split='test' is not in .*; set eval_dataset"):
+            load_datasets(RunArguments("m", str(source), eval_split="test"))
+    parts = {"dataset_split": "train[:3]", "eval_split": "train[3:]"}
+    train, evaluated = load_datasets(RunArguments("m", str(file), **parts))
+    assert (train["prompt"], evaluated["prompt"]) == ([*"abc"], ["d"])
+    given = {"eval_dataset": str(file), "eval_split": "test[:1]"}
+    assert load_datasets(RunArguments("m", str(saved), **given))[1]["prompt"] == ["a"]
+
+
 def test_env_names_versions(capsys):
     import torch
 
@@ -414,6 +432,9 @@ def test_datasets_of_trl_are_concatenated_by_their_fractions(tmp_path):
             load_datasets(RunArguments("m", datasets=entries))
     with pytest.raises(ConfigError, match="set eval_dataset"):
         load_datasets(RunArguments("m", datasets=[maths], eval_split="test"))
+    for flag, value in (("--dataset", "maths.jsonl"), ("--dataset_split", "test")):
+        with pytest.raises(ConfigError, match=f"{flag[2:]}='{value}' and datasets are both given"):
+            read_run(["--model", "m", "--datasets", json.dumps(maths), flag, value], "train")
     named = [{**maths, "source": "a"}, {**code, "source": "b"}, {**maths, "source": "a"}]
     train, _ = load_datasets(RunArguments("m", datasets=named))
     assert {name: len(rows) for name, rows in train.items()} == {"a": 12, "b": 3}

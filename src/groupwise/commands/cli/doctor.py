@@ -16,20 +16,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from groupwise.agents.loop import AgentLoop
 from groupwise.agents.start import add_environment_rows, check_template, make_agent_loop
-from groupwise.commands.cli.checks import (
-    batch_findings,
-    length_findings,
-    memory_finding,
-    tokenizer_findings,
-)
+from groupwise.commands.cli.checks import batch_findings, length_findings, memory_finding, tokenizer_findings
 from groupwise.commands.cli.findings import SKIPPED, Finding, Report, fail, ok, warn
 from groupwise.commands.cli.launch import CONFIGS
 from groupwise.commands.cli.run_file import RunArguments, read_run, read_yaml, sources_of
-from groupwise.commands.cli.sources import (
-    iterative_arguments,
-    load_datasets,
-    trainer_arguments,
-)
+from groupwise.commands.cli.sources import iterative_arguments, load_datasets, trainer_arguments
 from groupwise.compat import unmet
 from groupwise.compat.transformers import attention_implementation
 from groupwise.config.grpo_config import GRPOConfig

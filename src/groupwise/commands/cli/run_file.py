@@ -218,8 +218,9 @@ def _normalize(run: RunArguments) -> None:
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f"{name}={shortened(value)} is not a mapping; write for example {example}")
         setattr(run, name, value)
-    if run.dataset is not None and run.datasets:
-        raise ConfigError(f"dataset={run.dataset!r} and datasets are both given; keep one of them")
+    for name, default in (("dataset", None), ("dataset_split", "train")):
+        if run.datasets and (value := getattr(run, name)) != default:
+            raise ConfigError(f"{name}={value!r} and datasets are both given; keep one of them")
     if not run.model or (run.dataset is None and not run.datasets and run.environment is None):
         missing = "dataset" if run.model else "model"
         raise ConfigError(f"{missing} is missing; set it in the YAML file or with --{missing}")

@@ -53,7 +53,11 @@ def load_datasets(run: RunArguments) -> tuple[Dataset | dict[str, Dataset] | Non
     source = run.eval_dataset or run.dataset
     if source is None:
         raise ConfigError(f"eval_split={run.eval_split!r} is of no dataset of datasets; set eval_dataset")
-    return train, load_rows(source, run.eval_split or "test", run.dataset_config)
+    path, split = Path(source).expanduser(), run.eval_split or "test"
+    is_one = run.eval_dataset is None and (path.is_file() or (path / "state.json").is_file())
+    if is_one and not split.startswith("train"):
+        raise ConfigError(f"eval_split={split!r} is not in {source!r}, which is all train; set eval_dataset")
+    return train, load_rows(source, split, run.dataset_config)
 
 
 def _concatenated(entries: list[Any]) -> Dataset | dict[str, Dataset]:
@@ -119,7 +123,8 @@ def load_rows(source: str, split: str, config_name: str | None = None, **files: 
             if not path.is_file():
                 raise FileNotFoundError("no such file")
             try:
-                return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+                rows = {split.partition("[")[0]: str(path)}  # by the name of its only split
+                return load_dataset(_READERS[path.suffix], data_files=rows, split=split)
             except Exception as error:
                 raise ValueError(f"{path}{_broken_line(path)}: {_origin(error)}") from error
         if path.is_file():

@@ -7,11 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from groupwise.commands.cli.run_file import RunArguments, as_config_error, read_run
-from groupwise.commands.cli.sources import (
-    iterative_arguments,
-    load_datasets,
-    trainer_arguments,
-)
+from groupwise.commands.cli.sources import iterative_arguments, load_datasets, trainer_arguments
 from groupwise.commands.iterative.iterative import IterativeGRPO
 from groupwise.config.grpo_config import GRPOConfig
 from groupwise.policy.introspection import load_config
