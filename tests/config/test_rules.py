@@ -181,7 +181,8 @@ def test_valid_edges_pass(build, kwargs):
     [
         ("top_p", 1.5, "eval_generation_kwargs['top_p']=1.5 is out of range; allowed: > 0 and <= 1"),
         ("temperature", -1, "eval_generation_kwargs['temperature']=-1 is out of range; allowed: > 0"),
-        ("top_k", True, "eval_generation_kwargs['top_k']=True is of type bool; allowed: float"),
+        ("top_k", True, "eval_generation_kwargs['top_k']=True is of type bool; allowed: int"),
+        ("top_k", 2.5, "eval_generation_kwargs['top_k']=2.5 is of type float; allowed: int"),
         ("min_p", None, "eval_generation_kwargs['min_p']=None is of type NoneType; allowed: float"),
     ],
 )

@@ -230,6 +230,21 @@ def test_an_evaluation_of_a_stream_that_can_be_read_once(tmp_path):
         run.evaluate()
 
 
+def test_an_evaluation_of_which_every_row_is_dropped_is_refused(tmp_path):
+    given = {**EVALUATION, "per_device_eval_batch_size": 8, "dataloader_drop_last": True}  # 4 rows of 2
+    expected = trainer(tmp_path / "a", eval_dataset=prompts(4), **given).evaluate()
+    for name, dataset in {"set": prompts(7), "stream": stream(prompts(7))}.items():
+        run = trainer(tmp_path / name, eval_dataset=dataset, **given)
+        assert metrics_without_time(run.evaluate()) == metrics_without_time(expected)
+        with pytest.raises(ConfigError, match=r"has 3 rows, less than an evaluation batch of 4, which"):
+            run.evaluate(prompts(3))
+    run = trainer(tmp_path, eval_dataset=stream(prompts(3)), **given)
+    with pytest.raises(ConfigError, match="no rows but less than 4, which dataloader_drop_last=True drops"):
+        run.evaluate()
+    with pytest.raises(ConfigError, match="eval_dataset has 3 rows"):  # not after the first steps
+        trainer(tmp_path, eval_dataset=prompts(3), eval_strategy="steps", eval_steps=1, **given)
+
+
 def test_several_evaluation_sets_some_of_them_streams(tmp_path):
     run = trainer(
         tmp_path,

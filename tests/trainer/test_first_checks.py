@@ -6,6 +6,7 @@ Files: ``data/dataset_checks.py``, ``data/prompt_checks.py``, ``errors.py``,
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,15 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support import tiny_vlm as tiny
 from support.architectures import LINEAR, SIZES
-from support.configs import oldest_version, set_installed
+from support.configs import config_of, oldest_version, set_installed
 from support.runs import chats, count_reward, policy, prompts, tokenizer, trainer
 
 from groupwise import ConfigError, GRPOConfig, GRPOTrainer, TrainingError
 from groupwise.commands.sweeps.scheduler import Sweep
 from groupwise.compat.trl import REFUSED_METHODS
+from groupwise.data.prompt_checks import PromptCheck
 from groupwise.hf.arguments import check_arguments, check_processes
 from groupwise.policy.loading import load_policy
 from groupwise.rewards import ProcessRewardModel
@@ -611,3 +614,19 @@ def test_fsdp_shards_the_layers_that_a_model_has(tmp_path):
     config = transformers.Qwen3_5TextConfig(**{**SIZES, "vocab_size": 32}, **LINEAR)
     run = trainer(tmp_path, model=transformers.Qwen3_5ForCausalLM(config))
     assert set(run.model._no_split_modules) == {"Qwen3_5DecoderLayer"}
+
+
+def test_template_kwargs_that_nothing_reads_are_named(tmp_path, caplog):
+    _, processor = tiny.build("gemma3")
+    text = tokenizer()
+    text.chat_template = processor.chat_template.replace("<assistant> ", "{{ thinks }}<assistant> ")
+    others = {"continue_final_message": True, "processor_kwargs": {"do_normalize": False}, "padding": False}
+    unread = {"thnks": True, "do_normalize": False}
+    for processing_class in (processor, text):
+        PromptCheck("rows", processing_class, config_of(chat_template_kwargs={**unread, **others}), None)
+    assert "chat_template_kwargs" not in caplog.text  # user code renders
+    for processing_class in (processor, text):
+        given = config_of(chat_template_kwargs={**unread, **others, "thinks": True})
+        PromptCheck("rows", processing_class, given, None, renders=True)
+    named = re.findall(r"chat_template_kwargs\['(\w+)'\] has no effect: .*processor_kwargs", caplog.text)
+    assert sorted(named) == ["do_normalize", "thinks", "thnks"]  # each once; the processor has no "thinks"

@@ -722,7 +722,7 @@ def test_the_saved_model_loads_and_the_card_is_written(tmp_path):
 
 def test_an_evaluation_batch_of_incomplete_groups_is_refused(tmp_path):
     run = trainer(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=6, num_generations_eval=4)
-    with pytest.raises(ConfigError, match=r"6 completions.*num_generations_eval=4; nearest valid: 4 or 8"):
+    with pytest.raises(ConfigError, match=r"batch_size=6 x 1 .*num_generations_eval=4; .* 4 or 8"):
         run.evaluate()
 
 

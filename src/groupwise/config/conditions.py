@@ -166,12 +166,7 @@ LIGER = (
         "Liger includes padding in the mean of token terms",
         ("loss_type", "importance_sampling_level", "beta"),
     ),
-    _has(
-        "kl_estimator",
-        "k3",
-        because="Liger has no other estimator",
-        only_if=_KL_IS_IN_LOSS,
-    ),
+    _has("kl_estimator", "k3", because="Liger has no other estimator", only_if=_KL_IS_IN_LOSS),
     _has("off_policy_mask_threshold", None, because="Liger has no off-policy sequence mask"),
     _has("top_entropy_quantile", 1.0, because="Liger has one mask for policy loss and KL"),
     _has("entropy_coef", 0.0, because="Liger computes no entropy"),

@@ -209,8 +209,14 @@ def generation_batch_size_in_whole_groups(c: GRPOFields) -> Iterator[str]:
 
 
 def eval_batch_in_whole_groups(c: GRPOFields) -> Iterator[str]:
-    each, processes, group = c.per_device_eval_batch_size, c.world_size, c.num_generations_eval
-    if c.eval_strategy != "no" and group is not None and each * processes % group != 0:
+    if c.eval_strategy != "no":
+        yield from cut_eval_groups(c)
+
+
+def cut_eval_groups(config: GRPOFields) -> Iterator[str]:
+    """Yield the violation of a batch of an evaluation, which a script may start with eval_strategy="no"."""
+    each, processes = config.per_device_eval_batch_size, config.world_size
+    if (group := config.num_generations_eval) is not None and each * processes % group != 0:
         yield violation(
             f"per_device_eval_batch_size={each} x {processes} process(es) is not divisible by "
             f"num_generations_eval={group}",
@@ -318,7 +324,7 @@ def eval_generation_kwargs_are_sampler_settings(c: GRPOFields) -> Iterator[str]:
             given = f"eval_generation_kwargs={{{key!r}: {shortened(value)}}} is not a sampler setting"
             yield violation(given, ", ".join(names), repr(nearest_name(str(key), names)))
         elif (key, value) != ("temperature", 0):  # greedy decoding, in evaluation only
-            setting = dataclasses.replace(c.SETTINGS[key], types=frozenset({float}))
+            setting = dataclasses.replace(c.SETTINGS[key], types=c.SETTINGS[key].types - {type(None)})
             message = setting.violation(f"eval_generation_kwargs[{key!r}]", value, getattr(c, key))
             yield from [message] if message else []
 

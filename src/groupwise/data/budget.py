@@ -31,11 +31,7 @@ class MicroBatchBudget:
 
 
 def micro_batch_budget(
-    trainer: object,
-    config: GRPOConfig,
-    *,
-    aux_loss: bool,
-    has_reference: bool,
+    trainer: object, config: GRPOConfig, *, aux_loss: bool, has_reference: bool
 ) -> MicroBatchBudget:
     """Derive the limits of a micro-batch from the configuration.
 

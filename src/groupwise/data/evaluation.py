@@ -65,7 +65,7 @@ class EvaluationStream:
         ):
             is_last, num_valid = len(prompts) < size, len(prompts) * group
             if is_last and config.dataloader_drop_last:
-                return
+                break
             first = first or list(prompts)
             if share.world_size > 1:  # every rank gets as many rows
                 prompts += islice(cycle(first), size - len(prompts))
@@ -75,8 +75,9 @@ class EvaluationStream:
             if is_last:
                 return
         if not first:
+            few = f" but less than {size}, which dataloader_drop_last=True drops" if prompts else ""
             raise ConfigError(
-                f"{self.check.name} gave no rows; pass a dataset with rows that can be iterated again"
+                f"{self.check.name} gave no rows{few}; pass a dataset with rows that can be iterated again"
             )
 
     def _count(self, samples: int) -> None:

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import PreTrainedModel
 
 from groupwise.config.grpo_config import GRPOConfig
+from groupwise.config.settings import raise_for
+from groupwise.config.validation import cut_eval_groups
 from groupwise.data.dataset_checks import (
     check_dataset,
     check_ranks,
@@ -23,13 +25,7 @@ from groupwise.data.dataset_checks import (
 from groupwise.data.evaluation import EvaluationStream
 from groupwise.data.prompt_checks import PromptCheck
 from groupwise.data.prompt_source import DatasetPrompts, PromptSource
-from groupwise.data.sampler import (
-    FirstRepeats,
-    GroupSampler,
-    PromptSampler,
-    as_rows,
-    checked_eval_sampler,
-)
+from groupwise.data.sampler import FirstRepeats, GroupSampler, PromptSampler, as_rows, checked_eval_sampler
 from groupwise.distributed import RankSlice
 from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import context_length, text_config
@@ -126,17 +122,15 @@ class TrainerData:
             check_dataset(name, dataset)
             rows = checked_rows(dataset, check, config.eval_max_samples)
         size, group = config.eval_batch_size * config.world_size, config.generations_per_eval_prompt
-        if size % group:
-            below = size // group * group
-            nearest = " or ".join(str(valid) for valid in (below, below + group) if valid)
-            raise ConfigError(
-                f"the evaluation batch of all processes has {size} completions, which is not divisible by "
-                f"num_generations_eval={group}; nearest valid: {nearest} "
-                "(per_device_eval_batch_size times the number of processes)"
-            )
+        raise_for({"": [*cut_eval_groups(config)]}, name)
         if is_streaming(rows):
             return EvaluationStream(rows, check, config)
         indices = range(len(rows))[: config.eval_max_samples]
+        if config.dataloader_drop_last and len(indices) * group < size:
+            raise ConfigError(
+                f"{name} has {len(indices)} rows, less than an evaluation batch of {size // group}, which "
+                "dataloader_drop_last=True drops; set it to False, or lower per_device_eval_batch_size"
+            )
         return Subset(rows, [index for index in indices for _ in range(group)])
 
     def train_loader(
@@ -247,4 +241,7 @@ def prepare_data(
     eval_datasets = [(dataset, checked_rows(dataset, check(name), limit)) for name, dataset in evaluated]
     if config.world_size > 1:
         check_ranks(named_datasets(rows, eval_dataset), limit)
-    return TrainerData(config, train_dataset, rows, eval_datasets, check)
+    data = TrainerData(config, train_dataset, rows, eval_datasets, check)
+    for name, dataset in evaluated if config.eval_strategy != "no" else ():
+        data.evaluation_rows(dataset, name)  # its errors, which may be hours before the first evaluation
+    return data

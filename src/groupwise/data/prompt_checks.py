@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from groupwise.config.grpo_config import GRPOConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, warn_once
 from groupwise.policy.introspection import Context
 from groupwise.tokenization.images import is_processor
 from groupwise.tokenization.prompts import (
@@ -72,9 +73,13 @@ class PromptCheck:
         self.context = None if is_processor(processing_class) else context
         self.template_tokens: int | None = None
         # If only the processor or user code has the chat template, the length of a chat is unknown here.
-        self.can_measure_chats = bool(
-            self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
-        )
+        given = self.template_kwargs.get("chat_template")
+        self.can_measure_chats = bool(given or getattr(tokenizer, "chat_template", None))
+        known = [*inspect.signature(tokenizer.apply_chat_template).parameters, "processor_kwargs"]
+        readers = f"{known} {given} {getattr(processing_class, 'chat_template', None)}"
+        for key in [key for key in self.template_kwargs if renders and key not in readers]:
+            reason = "the chat template does not read it, and a processor reads processor_kwargs alone"
+            warn_once(logger, f"chat_template_kwargs[%r] has no effect: {reason}", key)
 
     def __call__(self, row: object, index: int) -> None:
         """Check one row.

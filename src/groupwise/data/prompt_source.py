@@ -36,10 +36,7 @@ class PromptSource:
     """
 
     def __init__(
-        self,
-        read_epoch: Callable[[int], Iterable[Any]],
-        share: RankSlice,
-        name: str = "train_dataset",
+        self, read_epoch: Callable[[int], Iterable[Any]], share: RankSlice, name: str = "train_dataset"
     ) -> None:
         self.read_epoch, self.share, self.name = read_epoch, share, name
         self.epoch, self.index, self.last = 0, 0, (0, 0)
@@ -176,11 +173,7 @@ class DatasetPrompts(PromptSource):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        make_sampler: Callable[[], Sampler[int]],
-        share: RankSlice,
-        config: GRPOConfig,
+        self, dataset: Any, make_sampler: Callable[[], Sampler[int]], share: RankSlice, config: GRPOConfig
     ) -> None:
         super().__init__(self._read_epoch, share)
         self.dataset, self.make_sampler, self.config = dataset, make_sampler, config
