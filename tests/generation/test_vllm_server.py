@@ -6,6 +6,7 @@ Files: ``generation/vllm/preflight.py``.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from pathlib import Path
 
