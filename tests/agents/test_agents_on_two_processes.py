@@ -58,13 +58,20 @@ def stop(run: Any) -> TrainerCallback:
     """Return a callback that sends SIGTERM to rank 1 beside calls of the next batch, which do not return."""
 
     class Stop(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
                 terminated.set()
-                (batch,), end = run.agents.ahead.values(), time.monotonic() + 10
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 0:  # the next batch is complete before calls no longer return
+                (batch,) = run.agents.ahead.values()
+                batch.thread.result(120)
+            if state.global_step == 1:
+                (batch,), end = run.agents.ahead.values(), time.monotonic() + 60
                 calling = []
                 while not calling and time.monotonic() < end:
                     calling = [each for each in batch.rollouts if each.futures and each.request is None]
+                    time.sleep(0.005)
                 if args.process_index == 1:
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -74,6 +81,7 @@ def stop(run: Any) -> TrainerCallback:
 def run_ahead(directory: str) -> None:
     """Run one rank with a batch ahead on the server at SERVER; keep rollouts, rewards and weights."""
     import torch
+    from support.runs import answered_before_updates
 
     given = {"vllm_mode": "server", "vllm_server_base_url": os.environ["SERVER"], "use_vllm": True}
     given |= {"tools": [measure_slowly], "enable_jit_checkpoint": True}
@@ -92,6 +100,7 @@ def run_ahead(directory: str) -> None:
     if "STOP" in os.environ:
         run.add_callback(stop(run))
     run.generate_rollouts, run._save_checkpoint = watched, watched_save
+    answered_before_updates(run)
     run.train(resume_from_checkpoint=any(Path(directory).glob("checkpoint-*")) or None)
     result = {"found": found, "in_flight": in_flight, "step": run.state.global_step}
     result["losses"] = [line["loss"] for line in run.state.log_history if "loss" in line]

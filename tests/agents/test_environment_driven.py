@@ -260,7 +260,7 @@ def test_failed_rollouts_are_repeated_and_then_dropped():
     attempts: dict[str, int] = {}
 
     class Faulty(Dialogue):
-        time_limit = 0.2
+        time_limit = 2.0
 
         async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
             name = row["question"]
@@ -290,7 +290,7 @@ def test_a_slow_rollout_does_not_block_the_others():
     class Uneven(Dialogue):
         async def run_rollout(self, row: dict[str, Any], chat: Any) -> dict[str, Any]:
             if row["question"] == "late":
-                assert await asyncio.to_thread(ended.wait, 20)
+                assert await asyncio.to_thread(ended.wait, 60)
                 return await super().run_rollout(row, chat)
             result = await super().run_rollout(row, chat)
             ended.set()

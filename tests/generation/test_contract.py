@@ -27,7 +27,7 @@ from groupwise.records.images import ImageInputs
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "transformers": {},
-    "server": {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 5.0},
+    "server": {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 60.0},
     "colocate": {"use_vllm": True, "vllm_engine_kwargs": engine_runs.ENGINE},
     "fake": {},
 }

@@ -7,7 +7,6 @@ import math
 import random
 import threading
 import time
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ import torch
 from peft import LoraConfig
 from support import agent_runs, runs
 from support.fakes.fake_vllm import GENERATE, FakeVLLM, with_tokenizer
+from support.runs import answered_before_updates
 from transformers import TrainerCallback
 
 from groupwise.generation.vllm.client import HttpClient, ServerUnavailableError
@@ -36,7 +36,7 @@ def fake(monkeypatch):
 
 def run_for(fake, directory, make=runs.trainer, **given):
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fake.url, "max_steps": 4}
-    return make(directory, **{**settings, "vllm_server_timeout": 2.0, **given})
+    return make(directory, **{**settings, "vllm_server_timeout": 60.0, **given})
 
 
 def run_with_tool(fake, directory, **given):
@@ -213,19 +213,6 @@ def staleness(run):
     return [line.get("staleness") for line in run.state.log_history if "loss" in line]
 
 
-def answered_before_updates(run):
-    """The run, whose updates begin once the batches ahead are there: later ones have newer weights."""
-    futures, prefetch = [], run.backend.prefetch
-
-    class Wait(TrainerCallback):
-        def on_pre_optimizer_step(self, *args, **kwargs):
-            wait(futures)
-
-    run.backend.prefetch = lambda *given, **step: futures.extend(prefetch(*given, **step))
-    run.callback_handler.callbacks.insert(0, Wait())
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 5])  # an epoch has 8 steps
 def test_batches_are_prefetched_once(fake, tmp_path, depth):
@@ -301,7 +288,7 @@ class WholeBatches(TrainerCallback):
 
     def on_pre_optimizer_step(self, *args, **kwargs):
         for batch in self.run.agents.ahead.values():
-            batch.thread.result(timeout=30)
+            batch.thread.result(timeout=120)
             self.ended.append([rollout.request is None and not rollout.calls for rollout in batch.rollouts])
 
 
@@ -458,7 +445,7 @@ def test_a_tool_that_hangs_beside_the_update_ends_at_its_limit(fake, tmp_path):
 @pytest.mark.slow
 def test_an_environment_that_hangs_ahead_is_repeated_in_its_step(fake, tmp_path):
     class Hanging(Talk):
-        time_limit, hung = 0.3, 0
+        time_limit, hung = 2.0, 0
 
         async def run_rollout(self, row, chat):
             if self.hung < 2:
@@ -480,14 +467,21 @@ def test_an_environment_that_hangs_ahead_is_repeated_in_its_step(fake, tmp_path)
 def test_an_interrupt_beside_conversations_leaves_nothing_behind(fake, tmp_path):
     """Environments with a call in progress are not used again, and their threads end."""
 
-    class Slow(Quiz):
+    class Slow(Held):
+        begun: ClassVar[list[int]] = []
+
         async def measure(self, text: str) -> int:
-            await asyncio.sleep(0.3)
-            return super().measure(text)
+            while self.batch == 2 and not over.is_set():  # the batch ahead when the run is interrupted
+                await asyncio.sleep(0.005)
+            return Quiz.measure(self, text)
 
     Slow.measure.__doc__ = Quiz.measure.__doc__
 
     class Interrupt(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            if stopped:  # the second run has begun, and discarded the batch
+                over.set()
+
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == 1 and not stopped:
                 (batch,) = run.agents.ahead.values()
@@ -497,7 +491,7 @@ def test_an_interrupt_beside_conversations_leaves_nothing_behind(fake, tmp_path)
                 stopped.extend([batch.thread, *calling])
                 raise KeyboardInterrupt
 
-    stopped: list[Any] = []
+    stopped, over = list[Any](), threading.Event()
     run = run_with_environment(fake, tmp_path / "cut", Slow, rollout_staleness=1, callbacks=[Interrupt()])
     with pytest.raises(KeyboardInterrupt):
         run.train()
@@ -551,7 +545,7 @@ def test_a_batch_ahead_has_environments_of_its_own(fake, tmp_path):
 
     run.sample = watched
     run.add_callback(Shown())
-    run.train()
+    answered_before_updates(run).train()
     assert len(seen) == 5 + 3 and all(len({*map(id, environments)}) == 4 for environments, _ in seen)
     assert len(Quiz.made) == 4 * (depth + 1)
     assert staleness(run)[0] == 0 and all(0 < steps <= depth for steps in staleness(run)[1:])
@@ -710,7 +704,7 @@ def test_the_digest_of_the_weights_reaches_batches_parquet_and_checkpoint(fake, 
         batches.append(batch.weight_digests),
         loss(model, batch, **given),
     )[1]
-    run.train()
+    answered_before_updates(run).train()
     of_step = {step: digest for step, (digest,) in trained.items()}
     assert (
         of_step[0] == of_step[1]

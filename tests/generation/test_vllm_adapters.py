@@ -61,7 +61,7 @@ def backend_for(fake, model, tmp_path, lora_rank=4, **given):
     settings = {"use_cpu": True, "bf16": False, "num_generations": 2, "max_completion_length": 8}
     settings |= {"use_vllm": True, "vllm_mode": "server"}
     config = GRPOConfig(str(tmp_path), per_device_train_batch_size=4, **{**settings, **given})
-    config.vllm_server_base_url, config.vllm_server_timeout = fake.url, 2.0
+    config.vllm_server_base_url, config.vllm_server_timeout = fake.url, 60.0
     backend = VLLMServerBackend(lambda: model, config, tokenizer())
     backend.lora_rank = lora_rank
     return backend

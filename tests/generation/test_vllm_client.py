@@ -14,11 +14,12 @@ import threading
 import time
 import tracemalloc
 from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
-from support.fakes.fake_vllm import GENERATE, FakeVLLM
+from support.fakes.fake_vllm import GENERATE, FakeVLLM, begun_together
 
 from groupwise.errors import BackendError
 from groupwise.generation.vllm import client as client_module
@@ -33,7 +34,7 @@ from groupwise.generation.vllm.client import (
 
 @pytest.fixture
 def servers(fake):
-    client = VLLMServers([fake.url], timeout=5.0, hint=lambda url: "; start it with: vllm serve tiny")
+    client = VLLMServers([fake.url], timeout=60.0, hint=lambda url: "; start it with: vllm serve tiny")
     fake.version, client.steps = f"{client.run_id}:3", [3]
     yield client
     client.close()
@@ -47,7 +48,9 @@ def submit(client, count=1, samples=2, limit=8, max_logprobs=20, **sampling):
 
 
 def ask(client, **given):
-    return [future.result(timeout=30) for future in submit(client, **given)]
+    with begun_together(client):
+        futures = submit(client, **given)
+    return [future.result(timeout=120) for future in futures]
 
 
 def test_answers_become_completions_in_order(servers):
@@ -412,19 +415,27 @@ def test_answers_of_other_routes_are_checked_where_they_enter(servers, fake, ans
 
 def test_a_request_that_a_server_lost_is_repeated_although_it_serves_others(servers, fake, monkeypatch):
     monkeypatch.setattr(client_module, "LONGEST", 3)
-    servers.servers[0].timeout = 0.2
+    servers.servers[0].timeout = 4.0  # it reads the metrics every 0.5 s
     undisturbed = ask(servers)
-    count = itertools.count(1)
+    count, left, passed = itertools.count(1), [], []
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + sum(passed))
+    monkeypatch.setattr(client_module, "time", clock)
+
+    def hang():
+        left.extend([6.0, 6.0])  # only hanging requests take long: seconds that pass between two readings
+        return "hang"
 
     def serve_others():
         fake.tokens = float(next(count))
+        if left:
+            passed.append(left.pop())
 
     fake.failures["/metrics"] = [serve_others] * 200
-    fake.failures[GENERATE] = ["hang"]
+    fake.failures[GENERATE] = [hang]
     assert ask(servers) == undisturbed and fake.seen[GENERATE] == 3
-    fake.failures[GENERATE] = ["hang"] * 4
+    fake.failures[GENERATE] = [hang] * 4
     with pytest.raises(
-        ConnectionError, match=r"failed 4 times.*not this request in 3 times vllm_server_timeout=0.2 s"
+        ConnectionError, match=r"failed 4 times.*not this request in 3 times vllm_server_timeout=4 s"
     ):
         ask(servers)
 
@@ -547,12 +558,12 @@ def test_waiting_ends_when_the_client_is_closed(servers, fake):
     time.sleep(0.2)
     servers.close()
     with pytest.raises(RuntimeError, match="'vllm-client' was closed"):
-        future.result(timeout=5)
+        future.result(timeout=30)
 
 
 def test_the_key_is_sent_and_never_shown(fake, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    client = VLLMServers([fake.url], timeout=1.0)
+    client = VLLMServers([fake.url], timeout=60.0)
     fake.failures[GENERATE] = [401]
     with pytest.raises(BackendError, match="VLLM_API_KEY") as caught:
         ask(client)
@@ -562,7 +573,7 @@ def test_the_key_is_sent_and_never_shown(fake, monkeypatch):
 
 def test_prompts_are_spread_over_the_servers_and_weights_go_to_all():
     fakes = [FakeVLLM(), FakeVLLM()]
-    client = VLLMServers([fake.url for fake in fakes], timeout=2.0)
+    client = VLLMServers([fake.url for fake in fakes], timeout=60.0)
     client.pause()
     assert all(fake.paused for fake in fakes)
     client.init_weight_transfer_engine({"init_info": {"rank_offset": 1, "world_size": 3}})

@@ -30,7 +30,7 @@ def link(state):
 
 @pytest.fixture(scope="module")
 def far_away():
-    """A server behind a cable that can be unplugged; it takes a second for each answer."""
+    """A server behind a cable that can be unplugged; it takes two seconds for each answer."""
     if shutil.which("ip") is None or not ip("netns", "add", NAME):
         pytest.skip("network namespaces are not permitted here")
     process = None
@@ -73,7 +73,7 @@ def test_a_short_network_outage_delays_the_answer(far_away):
     future = ask(client)
     time.sleep(0.4)
     link("down")
-    threading.Timer(2.0, link, ["up"]).start()  # the answer is sent during the outage
+    threading.Timer(3.0, link, ["up"]).start()  # the answer is sent during the outage
     assert [completion.versions[0] for completion in future.result(timeout=60)] == [3, 3]
     client.close()
 

@@ -192,7 +192,7 @@ class Servers:
                 load(fake.engine, base)
         config = config_for(directory, vllm_mode="server", **given)
         config.vllm_server_base_url = ",".join(fake.url for fake in self.fakes)
-        config.vllm_server_timeout = 10.0
+        config.vllm_server_timeout = 60.0
         self.backend = VLLMServerBackend(lambda: model, config, tokenizer())
 
     def close(self) -> None:

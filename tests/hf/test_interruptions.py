@@ -216,7 +216,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def run_for(fake: Any, directory: Path, **given: Any) -> Any:
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fake.url, "max_steps": 4}
-    return runs.trainer(directory, **{**settings, "vllm_server_timeout": 2.0, **given})
+    return runs.trainer(directory, **{**settings, "vllm_server_timeout": 60.0, **given})
 
 
 def record_weights(fake: Any) -> list[dict[str, torch.Tensor]]:

@@ -75,7 +75,7 @@ def test_pipes_are_written_and_stay(tmp_path):
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
         reader.start()
         replace_file(path, b"text")
-        reader.join(10)
+        reader.join(60)
     assert read == [b"text", b"text"]
     for step in (0, 1):
         MetricsFileCallback().on_train_begin(config(tmp_path), state(step), TrainerControl())

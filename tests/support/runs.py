@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from groupwise import GRPOConfig, GRPOTrainer
 from groupwise.data.budget import MicroBatchBudget
@@ -107,6 +108,27 @@ def trainer(
         processing_class,
         **arguments,
     )
+
+
+def answered_before_updates(run: GRPOTrainer) -> GRPOTrainer:
+    """The run, whose updates begin once the server has sampled what was requested ahead.
+
+    A server may be late at any time, and then samples with newer weights.
+    """
+    futures: list[Future[Any]] = []
+    prefetch = run.backend.prefetch
+
+    def requested(*given: Any, **step: Any) -> list[Future[Any]]:
+        futures.extend(found := prefetch(*given, **step))
+        return found
+
+    class Wait(TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            wait(futures)
+
+    run.backend.prefetch = requested
+    run.callback_handler.callbacks.insert(0, Wait())
+    return run
 
 
 def generate(run: GRPOTrainer, rows: list[dict[str, Any]]) -> RolloutBatch:

@@ -39,7 +39,7 @@ def fake(monkeypatch):
 
 def on_server(fake: FakeVLLM, **given: Any) -> dict[str, Any]:
     return {
-        **{"vllm_mode": "server", "vllm_server_base_url": fake.url, "vllm_server_timeout": 20.0},
+        **{"vllm_mode": "server", "vllm_server_base_url": fake.url, "vllm_server_timeout": 60.0},
         **{"logprob_mismatch_check": "off", **given},  # those of the stand-in are no log-probs
         "vllm_engine_kwargs": None,
     }
@@ -50,7 +50,7 @@ def on_server(fake: FakeVLLM, **given: Any) -> dict[str, Any]:
 def test_histories_on_a_server_are_those_of_the_runs_alone(fake, tmp_path, staleness):
     given = on_server(fake, rollout_staleness=staleness)
     both = threading.Barrier(2 * 2 * (1 + staleness))  # two prompts per run, and those of the next step
-    fake.failures[GENERATE] = [lambda: [both.wait(20)].clear()] * both.parties
+    fake.failures[GENERATE] = [lambda: [both.wait(60)].clear()] * both.parties
     found = sweep(tmp_path, **given).run()
     assert not both.broken  # the requests of both runs were on the server at the same time
     used = Counter(body["model"].split(":")[0] for path, body in fake.bodies if path == GENERATE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load_file
 
+from groupwise.generation.vllm.client import VLLMServers
 from groupwise.generation.vllm.plugin import ADAPTERS, PLACE_ADAPTER, SAME, place_adapter, same_reports
 from groupwise.generation.vllm.weight_places import DigestReport
 from support.fakes.tiny_engine import TinyEngine, scaled_adapter
@@ -179,7 +183,7 @@ class FakeRouter(FakeVLLM):
 
     def __init__(self, workers: list[FakeVLLM]) -> None:
         super().__init__()
-        self.workers = workers
+        self.workers, self.turns = workers, itertools.count(1)
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         if path == "/list_workers":
@@ -187,7 +191,7 @@ class FakeRouter(FakeVLLM):
         if path in ("/health", "/readiness"):
             return {}
         assert path == GENERATE, path  # vllm-router would send an update to one of the workers
-        worker = self.workers[self.seen[GENERATE] % len(self.workers)]
+        worker = self.workers[next(self.turns) % len(self.workers)]
         worker.bodies.append((path, body))
         return worker.answer(path, query, body)
 
@@ -205,8 +209,27 @@ def with_tokenizer(fake: FakeVLLM, tokenizer: Any) -> FakeVLLM:
     return fake
 
 
+@contextmanager
+def begun_together(servers: VLLMServers) -> Iterator[None]:
+    """Let the requests that are submitted meanwhile begin at the end: none is answered before all have begun.
+
+    Otherwise a server may have answered the first one before the second one chooses among the servers.
+    """
+    submitted = threading.Event()
+
+    async def block() -> None:
+        submitted.wait()
+
+    servers._background.submit(block())
+    try:
+        yield
+    finally:
+        submitted.set()
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # a connection beyond it is refused, and the next attempt comes after 1 s
     fake: FakeVLLM
 
     def __init__(self, *args: Any) -> None:
@@ -267,5 +290,5 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":  # host and version, for a server in a network of its own
     served = FakeVLLM(8000, sys.argv[1])
     served.version = sys.argv[2]
-    served.failures[GENERATE] = [lambda: time.sleep(1.0)] * 9
+    served.failures[GENERATE] = [lambda: time.sleep(2.0)] * 9
     time.sleep(120)
