@@ -23,12 +23,13 @@ from groupwise.threads import CallExecutor, Invocation
 
 
 class Room:
-    """``reset`` draws a number and takes as long as the row says."""
+    """``reset`` draws a number, after the row that is named by ``after``."""
 
     resets: ClassVar[list[str]] = []
 
-    async def reset(self, name: str, seconds: float = 0.0, **row: Any) -> str:
-        await asyncio.sleep(seconds)
+    async def reset(self, name: str, after: str | None = None, **row: Any) -> str:
+        while after not in (None, *self.resets):
+            await asyncio.sleep(0.05)
         self.resets.append(name)
         if name == "broken":
             raise OSError("no server")
@@ -69,7 +70,7 @@ def begun(run: Any, backend: Any, later: list[dict[str, Any]], step: int) -> Any
 def test_a_batch_begins_once_and_continues_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_turn, "MIN_WAIT", 0.01)
     run, backend, pool = make([["now"], [call("look"), "x"], ["y"]])
-    own, later = rows("a"), [*rows("b", seconds=0.5), *rows("c")]
+    own, later = rows("a"), [*rows("b", after="c"), *rows("c")]
     prompts, sampling = begun(run, backend, later, 1)
     assert Room.resets == ["c", "b"] and backend.calls == []  # the slow one was waited for
     assert begun(run, backend, later, 1) is None
