@@ -227,12 +227,13 @@ def test_two_servers_return_the_completions_of_one(fake, tmp_path):
 
 @pytest.fixture
 def away(monkeypatch):
-    """Addresses of servers that are not waited for while there are others, which may be slow to answer."""
+    """Addresses of servers that are not waited for while there are others, which have a minute to answer."""
     addresses, wait_until_up = set(), HttpClient.wait_until_up
 
     def wait_shortly(server, doing, patience=None):
-        is_away = patience is not None and server.url in addresses
-        return wait_until_up(server, doing, 0.0 if is_away else patience)
+        if patience is not None:
+            patience = 0.0 if server.url in addresses else 60.0
+        return wait_until_up(server, doing, patience)
 
     monkeypatch.setattr(HttpClient, "wait_until_up", wait_shortly)
     return addresses

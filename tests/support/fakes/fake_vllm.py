@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ class FakeVLLM:
         self.http.shutdown()
         self.http.server_close()
         for connection in list(self.http.open_connections):
-            connection.close()
+            with suppress(OSError):  # it has ended; close() alone would end none that its handler reads
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class FakeRouter(FakeVLLM):
