@@ -630,3 +630,13 @@ def test_template_kwargs_that_nothing_reads_are_named(tmp_path, caplog):
         PromptCheck("rows", processing_class, given, None, renders=True)
     named = re.findall(r"chat_template_kwargs\['(\w+)'\] has no effect: .*processor_kwargs", caplog.text)
     assert sorted(named) == ["do_normalize", "thinks", "thnks"]  # each once; the processor has no "thinks"
+
+
+def test_a_tokenizer_that_renders_itself_may_read_any_template_kwarg(tmp_path, caplog):
+    class Own(transformers.PreTrainedTokenizerFast):
+        def apply_chat_template(self, conversation, **kwargs):
+            return kwargs["style"]
+
+    given = config_of(chat_template_kwargs={"style": "plain"})
+    PromptCheck("rows", Own(tokenizer_object=tokenizer()._tokenizer), given, None, renders=True)
+    assert "chat_template_kwargs" not in caplog.text

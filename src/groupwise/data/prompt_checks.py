@@ -77,7 +77,9 @@ class PromptCheck:
         self.can_measure_chats = bool(given or getattr(tokenizer, "chat_template", None))
         known = [*inspect.signature(tokenizer.apply_chat_template).parameters, "processor_kwargs"]
         readers = f"{known} {given} {getattr(processing_class, 'chat_template', None)}"
-        for key in [key for key in self.template_kwargs if renders and key not in readers]:
+        stock = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        judged = renders and stock  # a tokenizer with a method of its own may read any key
+        for key in [key for key in self.template_kwargs if judged and key not in readers]:
             reason = "the chat template does not read it, and a processor reads processor_kwargs alone"
             warn_once(logger, f"chat_template_kwargs[%r] has no effect: {reason}", key)
 

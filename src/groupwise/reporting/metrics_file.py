@@ -91,7 +91,7 @@ class MetricsFileCallback(TrainerCallback):
                 record[name] = _plain(value)
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab+") as file:
-                if file.tell():  # an incomplete line, of a full disk or a kill, ends before this one
+                if file.tell():  # ends a line that a full disk or a killed process left incomplete
                     file.seek(-1, os.SEEK_END)
                     file.write(b"" if file.read() == b"\n" else b"\n")
                 file.write(json.dumps(record).encode() + b"\n")
